@@ -48,6 +48,9 @@ pub enum Get {
     Share(OfVm),
     /// Show the guest of a running VM, by its agent: operating system, addresses, file systems, users
     Guest(GetGuest),
+    /// List the SSH keys of a user of a running guest, by the agent in the guest
+    #[command(visible_alias = "ssh-keys")]
+    SshKey(SshKeys),
     /// List operations: all in progress, and all that ended in the last hour
     #[command(visible_alias = "operations")]
     Operation(GetOperation),
@@ -98,6 +101,8 @@ pub enum Create {
     Snapshot(CreateSnapshot),
     /// Add a NIC to a VM; a running VM gets it at once
     Nic(AddNic),
+    /// Let SSH keys log in as a user of a running guest, by the agent in the guest
+    SshKey(ChangeSshKeys),
     /// Share a directory of the node with a VM; a running VM with shared memory gets it at once,
     /// another VM at its next start
     Share(AddShare),
@@ -148,6 +153,8 @@ pub enum Delete {
     Snapshot(DeleteNamed<v1::Snapshot>),
     /// Remove a NIC from a VM; the guest of a running VM is asked to eject it first
     Nic(RemovePart),
+    /// Remove SSH keys of a user of a running guest, by the agent in the guest
+    SshKey(ChangeSshKeys),
     /// Remove a share from a VM; the guest of a running VM is asked to eject it first
     Share(RemovePart),
 }
@@ -225,6 +232,26 @@ pub struct GetGuest {
     pub vm: String,
     #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
+}
+
+/// `get ssh-key`.
+#[derive(Debug, Args)]
+pub struct SshKeys {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub vm: String,
+    /// Name of the user in the guest
+    pub user: String,
+}
+
+/// `create ssh-key`, `delete ssh-key`.
+#[derive(Debug, Args)]
+pub struct ChangeSshKeys {
+    #[command(flatten)]
+    pub of: SshKeys,
+    /// Public keys, or files with public keys
+    #[arg(required = true, value_name = "KEY|FILE")]
+    pub keys: Vec<String>,
 }
 
 /// `get node`.

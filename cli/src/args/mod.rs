@@ -168,6 +168,8 @@ pub enum Command {
     PortForward(verbs::PortForward),
     /// Run a command in the guest of a VM, by the agent in the guest
     Exec(verbs::Exec),
+    /// Copy a file to or from the guest of a VM, by the agent in the guest
+    Cp(verbs::Cp),
     /// Log in to a VM in a network of its node by SSH, through vmmd: no port of the VM must be reachable from here
     Ssh(ssh::Ssh),
     /// Copy files to and from a VM in a network of its node, through vmmd

@@ -201,6 +201,28 @@ pub struct Exec {
     pub command: Vec<String>,
 }
 
+/// `cp`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The VM needs `spec.guestAgent`, and qemu-guest-agent in the guest. A new file in the guest belongs to root. `vmmctl scp` copies
+folders, and is faster.
+
+Examples:
+  vmmctl cp notes.txt web:/root/
+  vmmctl cp web:/var/log/syslog .
+  vmmctl cp web:/etc/hosts - | grep db")]
+pub struct Cp {
+    /// File to copy: FILE, VM:PATH with an absolute path in the guest, or - for standard input
+    #[arg(value_name = "FILE|VM:PATH|-")]
+    pub source: String,
+    /// Where to: FILE, VM:PATH, or - for standard output. With / at the end of PATH, the file keeps its name
+    #[arg(value_name = "FILE|VM:PATH|-")]
+    pub target: String,
+    /// Print no progress
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
 /// A port of the guest, and the address of this machine that leads to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Forward {

@@ -398,6 +398,9 @@ pub enum Set {
     /// Set how much of its memory a VM keeps; the VM returns spare memory above this size to the
     /// node
     Memory(SetMemory),
+    /// Set the password of a user of a running guest, by the agent in the guest. The password comes
+    /// from standard input or a file
+    Password(SetPassword),
 }
 
 /// `set memory`.
@@ -418,6 +421,26 @@ pub struct SetMemory {
     pub all: bool,
     #[command(flatten)]
     pub timeout: Timeout,
+}
+
+/// `set password`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl set password web root
+  openssl passwd -6 | vmmctl set password web root --crypted")]
+pub struct SetPassword {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub vm: String,
+    /// Name of the user in the guest
+    pub user: String,
+    /// The password is a hash, as in /etc/shadow
+    #[arg(long)]
+    pub crypted: bool,
+    /// File whose first line is the password; `-` is standard input
+    #[arg(long, value_name = "FILE", default_value = "-", value_hint = clap::ValueHint::FilePath)]
+    pub file: PathBuf,
 }
 
 #[cfg(test)]

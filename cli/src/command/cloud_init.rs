@@ -70,7 +70,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
 }
 
 /// The keys in a file, or one that was given itself.
-fn ssh_keys(given: &str) -> Result<Vec<String>> {
+pub fn ssh_keys(given: &str) -> Result<Vec<String>> {
     // A key has blanks; a file's name may have some too.
     let is_key = given.split_whitespace().count() > 1 && !Path::new(given).exists();
     let text = match is_key {

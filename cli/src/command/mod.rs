@@ -4,6 +4,7 @@ mod act;
 mod apply;
 mod cloud_init;
 mod config;
+mod cp;
 mod create;
 mod delete;
 mod diagnose;
@@ -121,6 +122,10 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::Set(Set::Memory(args)) => {
             update::memory(&limited(given, args.timeout).await?, &args).await?;
         }
+        Command::Set(Set::Password(args)) => {
+            let password = guest::read_password(&args.file)?;
+            guest::set_password(&client().await?, &args, password).await?;
+        }
         Command::Label(args) => label::label(given, label::Map::Labels, &args).await?,
         Command::Annotate(args) => label::label(given, label::Map::Annotations, &args).await?,
         Command::Stats(args) => vm_disk::stats(&client().await?, &args).await?,
@@ -133,6 +138,7 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::SendKey(args) => screen::send_key(&client().await?, &args).await?,
         Command::Type(args) => screen::type_text(&client().await?, &args).await?,
         Command::PortForward(args) => port_forward::port_forward(&client().await?, &args).await?,
+        Command::Cp(args) => cp::cp(&client().await?, &args).await?,
         Command::Exec(args) => exec::exec(&client().await?, args).await?,
         Command::Ssh(args) => ssh::ssh(&client().await?, given, &args).await?,
         Command::Scp(args) => ssh::scp(&client().await?, given, &args).await?,
@@ -185,6 +191,7 @@ async fn get(client: &Client, kind: Get) -> Result<(), Vec<Failure>> {
         Get::Nic(args) => output::print(&output::part::nics(&client.get(&args.vm).await?))?,
         Get::Share(args) => output::print(&output::part::shares(&client.get(&args.vm).await?))?,
         Get::Guest(args) => guest::show(client, &args).await?,
+        Get::SshKey(args) => guest::keys(client, &args).await?,
         Get::Operation(args) => operation::get(client, &args).await?,
         Get::Event(args) => events::events(client, &args).await?,
         Get::Node(args) => node::show(client, args.output.as_ref()).await?,
@@ -246,6 +253,10 @@ async fn create(given: &Connection, kind: Create) -> Result<(), Vec<Failure>> {
             let client = limited(given, args.options.timeout).await?;
             part::add(&client, &args.vm, nic, &args.options).await?;
         }
+        Create::SshKey(args) => {
+            let keys = guest::read_keys(&args.keys)?;
+            guest::add_keys(&Client::connect(given).await?, &args.of, keys).await?;
+        }
         Create::Share(args) => {
             let share = share_spec::from_text(&args.share)?;
             let client = limited(given, args.options.timeout).await?;
@@ -299,6 +310,10 @@ async fn delete(given: &Connection, kind: Delete) -> Result<(), Vec<Failure>> {
         Delete::Nic(args) => {
             let client = limited(given, args.options.timeout).await?;
             Ok(part::remove::<v1::NicSpec>(&client, &args).await?)
+        }
+        Delete::SshKey(args) => {
+            let keys = guest::read_keys(&args.keys)?;
+            Ok(guest::remove_keys(&Client::connect(given).await?, &args.of, keys).await?)
         }
         Delete::Share(args) => {
             let client = limited(given, args.options.timeout).await?;

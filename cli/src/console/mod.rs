@@ -6,7 +6,7 @@
 //! place; input in between is lost.
 
 mod seen;
-mod terminal;
+pub mod terminal;
 
 use std::{
     future::pending,

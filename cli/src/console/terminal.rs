@@ -5,7 +5,7 @@ use std::{
     sync::{Mutex, Once, PoisonError},
 };
 
-use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
+use rustix::termios::{LocalModes, OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
 
 /// The mode to go back to, while it is another.
 static BEFORE: Mutex<Option<Termios>> = Mutex::new(None);
@@ -18,25 +18,50 @@ pub struct RawTerminal;
 impl RawTerminal {
     /// Puts standard input into raw mode when it is a terminal.
     pub fn enter() -> io::Result<Option<Self>> {
-        if !isatty(stdin()) {
-            return Ok(None);
-        }
-        // A panic's message is to be read on a sane terminal, so that is restored before the message.
-        PANIC_HOOK.call_once(|| {
-            let report = std::panic::take_hook();
-            std::panic::set_hook(Box::new(move |panic| {
-                restore();
-                report(panic);
-            }));
-        });
-        let before = tcgetattr(stdin())?;
-        let mut raw = before.clone();
-        raw.make_raw();
-        *BEFORE.lock().unwrap_or_else(PoisonError::into_inner) = Some(before);
-        let terminal = Self;
-        tcsetattr(stdin(), OptionalActions::Flush, &raw)?;
-        Ok(Some(terminal))
+        Ok(change(Termios::make_raw)?.then_some(Self))
     }
+}
+
+/// Standard input that is not shown until it is dropped.
+#[derive(Debug)]
+pub struct HiddenInput;
+
+impl HiddenInput {
+    /// Hides standard input when it is a terminal.
+    pub fn enter() -> io::Result<Option<Self>> {
+        let hide = |mode: &mut Termios| mode.local_modes.remove(LocalModes::ECHO);
+        Ok(change(hide)?.then_some(Self))
+    }
+}
+
+impl Drop for HiddenInput {
+    fn drop(&mut self) {
+        restore();
+    }
+}
+
+/// Changes the mode of standard input; false when it is no terminal.
+fn change(change: impl FnOnce(&mut Termios)) -> io::Result<bool> {
+    if !isatty(stdin()) {
+        return Ok(false);
+    }
+    // A panic's message is to be read on a sane terminal, so that is restored before the message.
+    PANIC_HOOK.call_once(|| {
+        let report = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            restore();
+            report(panic);
+        }));
+    });
+    let before = tcgetattr(stdin())?;
+    let mut raw = before.clone();
+    change(&mut raw);
+    *BEFORE.lock().unwrap_or_else(PoisonError::into_inner) = Some(before);
+    if let Err(errno) = tcsetattr(stdin(), OptionalActions::Flush, &raw) {
+        restore();
+        return Err(errno.into());
+    }
+    Ok(true)
 }
 
 impl Drop for RawTerminal {

@@ -9,6 +9,7 @@ mod disk;
 mod event;
 mod exec;
 mod filter;
+mod guest_file;
 mod health;
 mod image;
 mod logs;

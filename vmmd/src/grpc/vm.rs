@@ -16,7 +16,7 @@ use super::{
     ask::Asked,
     console, exec,
     filter::Filter,
-    logs,
+    guest_file, logs,
     mask::Mask,
     objects::{Stream, Wanted, get, list, watch},
     period::{grace, period, timeout},
@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     auth::Caller,
-    guest,
+    guest::{self, Agent},
     host::Host,
     registry::vms::{
         Entry, VmKind,
@@ -384,6 +384,62 @@ impl VmService for Vms {
         let entry = self.find(&request.get_ref().name)?;
         let guest = Some(guest::look(&self.host, &entry).await?);
         Ok(Response::new(v1::GetGuestInfoResponse { guest }))
+    }
+
+    async fn set_guest_password(
+        &self,
+        request: Request<v1::SetGuestPasswordRequest>,
+    ) -> Result<Response<v1::SetGuestPasswordResponse>, Status> {
+        let entry = self.find(&request.get_ref().name)?;
+        let agent = Agent::of(&self.host, &entry)?;
+        agent.set_password(request.get_ref()).await?;
+        Ok(Response::new(v1::SetGuestPasswordResponse {}))
+    }
+
+    async fn list_guest_ssh_keys(
+        &self,
+        request: Request<v1::ListGuestSshKeysRequest>,
+    ) -> Result<Response<v1::ListGuestSshKeysResponse>, Status> {
+        let entry = self.find(&request.get_ref().name)?;
+        let agent = Agent::of(&self.host, &entry)?;
+        let keys = agent.ssh_keys(&request.get_ref().user).await?;
+        Ok(Response::new(v1::ListGuestSshKeysResponse { keys }))
+    }
+
+    async fn update_guest_ssh_keys(
+        &self,
+        request: Request<v1::UpdateGuestSshKeysRequest>,
+    ) -> Result<Response<v1::UpdateGuestSshKeysResponse>, Status> {
+        let entry = self.find(&request.get_ref().name)?;
+        let agent = Agent::of(&self.host, &entry)?;
+        agent.change_ssh_keys(request.get_ref()).await?;
+        Ok(Response::new(v1::UpdateGuestSshKeysResponse {}))
+    }
+
+    type ReadGuestFileStream = guest_file::Stream;
+
+    async fn read_guest_file(
+        &self,
+        request: Request<v1::ReadGuestFileRequest>,
+    ) -> Result<Response<Self::ReadGuestFileStream>, Status> {
+        let entry = self.find(&request.get_ref().name)?;
+        let stream = guest_file::read(Arc::clone(&self.host), entry, request.into_inner()).await?;
+        Ok(Response::new(stream))
+    }
+
+    async fn write_guest_file(
+        &self,
+        request: Request<Streaming<v1::WriteGuestFileRequest>>,
+    ) -> Result<Response<v1::WriteGuestFileResponse>, Status> {
+        use v1::write_guest_file_request::Message;
+        let mut messages = request.into_inner();
+        let first = messages.message().await?.and_then(|first| first.message);
+        let Some(Message::Open(open)) = first else {
+            return Err(Failure::field("open", "must be the first message").into());
+        };
+        let entry = self.find(&open.name)?;
+        let written = guest_file::write(Arc::clone(&self.host), entry, open.path, messages).await?;
+        Ok(Response::new(written))
     }
 
     type ExecVmStream = exec::Stream;

@@ -1,17 +1,14 @@
 //! What an agent says about its guest. The guest chooses all texts and counts, so both are bounded.
 
-use std::{fmt, marker::PhantomData, net::IpAddr, sync::Arc, time::Duration};
+use std::{net::IpAddr, sync::Arc, time::Duration};
 
-use serde::{
-    Deserialize, Deserializer,
-    de::{DeserializeOwned, IgnoredAny, SeqAccess, Visitor},
-};
+use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::json;
 use tokio::time::timeout;
 use vmmd_api::v1;
 use vmmd_host::{failure::Failure, text};
 
-use super::{Agent, Session, silent};
+use super::{Agent, Session, list::First, silent};
 use crate::{
     host::Host,
     registry::vms::{Entry, command::Command},
@@ -256,51 +253,5 @@ impl From<User> for v1::GuestUser {
             name: text::one_line(&user.user, NAME),
             login_time: time.and_then(text::timestamp),
         }
-    }
-}
-
-/// The first `N` elements of a list. The others take no memory.
-struct First<T, const N: usize> {
-    items: Vec<T>,
-    /// The list has more elements.
-    more: bool,
-}
-
-impl<T, const N: usize> Default for First<T, N> {
-    fn default() -> Self {
-        Self {
-            items: Vec::new(),
-            more: false,
-        }
-    }
-}
-
-impl<'de, T: Deserialize<'de>, const N: usize> Deserialize<'de> for First<T, N> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Elements<T, const N: usize>(PhantomData<T>);
-
-        impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for Elements<T, N> {
-            type Value = First<T, N>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a list")
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
-                let mut first = First::default();
-                while first.items.len() < N {
-                    match list.next_element()? {
-                        Some(item) => first.items.push(item),
-                        None => return Ok(first),
-                    }
-                }
-                while list.next_element::<IgnoredAny>()?.is_some() {
-                    first.more = true;
-                }
-                Ok(first)
-            }
-        }
-
-        deserializer.deserialize_seq(Elements(PhantomData))
     }
 }

@@ -4,9 +4,12 @@
 //! Questions go through a [`Session`], which has the agent for itself. An agent is not trusted: its
 //! answers are bounded in length and time, and its texts in length and characters.
 
+mod account;
 mod exec;
+mod file;
 mod freeze;
 mod info;
+mod list;
 mod session;
 
 use serde::de::DeserializeOwned;
@@ -20,6 +23,7 @@ use vmmd_host::{
 
 pub use self::{
     exec::Ended,
+    file::GuestFile,
     freeze::{Frozen, freeze, may_be_frozen, thaw},
     info::look,
     session::Session,

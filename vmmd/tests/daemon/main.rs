@@ -20,6 +20,8 @@ mod events;
 mod examples;
 mod exec;
 mod firmware;
+mod guest_account;
+mod guest_file;
 mod guest_info;
 mod handover;
 mod host_devices;

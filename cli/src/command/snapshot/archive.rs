@@ -105,15 +105,17 @@ impl Target {
 }
 
 /// A file that is not whole yet: `<path>.partial`. It is removed unless it becomes whole.
-struct Partial {
-    file: File,
+pub struct Partial {
+    /// For the content.
+    pub file: File,
     partial: PathBuf,
     path: PathBuf,
     whole: bool,
 }
 
 impl Partial {
-    fn create(path: &Path) -> Result<Self> {
+    /// Makes the file, for its owner only.
+    pub fn create(path: &Path) -> Result<Self> {
         let mut partial = path.as_os_str().to_owned();
         partial.push(".partial");
         let partial = PathBuf::from(partial);
@@ -133,7 +135,8 @@ impl Partial {
         })
     }
 
-    fn finish(mut self) -> io::Result<()> {
+    /// The file is whole.
+    pub fn finish(mut self) -> io::Result<()> {
         self.file.sync_all()?;
         fs::rename(&self.partial, &self.path)?;
         self.whole = true;

@@ -1,6 +1,92 @@
 //! Guests with an agent.
 
-use vmmd_api::v1;
+use tonic::{Response, Status, Streaming};
+use vmmd_api::v1::{self, write_guest_file_request::Message};
+
+use super::{Answer, Events, State};
+
+impl State {
+    pub(super) fn set_password(
+        &self,
+        request: &v1::SetGuestPasswordRequest,
+    ) -> Answer<v1::SetGuestPasswordResponse> {
+        self.find(&request.name)?;
+        let v1::SetGuestPasswordRequest {
+            user,
+            password,
+            crypted,
+            ..
+        } = request;
+        self.called(format!("password of {user}: {password:?}, crypted={crypted}"));
+        Ok(Response::new(v1::SetGuestPasswordResponse {}))
+    }
+
+    pub(super) fn ssh_keys(
+        &self,
+        request: &v1::ListGuestSshKeysRequest,
+    ) -> Answer<v1::ListGuestSshKeysResponse> {
+        self.find(&request.name)?;
+        let keys = vec![format!("ssh-ed25519 AAAA {}", request.user)];
+        Ok(Response::new(v1::ListGuestSshKeysResponse { keys }))
+    }
+
+    pub(super) fn change_ssh_keys(
+        &self,
+        request: &v1::UpdateGuestSshKeysRequest,
+    ) -> Answer<v1::UpdateGuestSshKeysResponse> {
+        self.find(&request.name)?;
+        self.called(format!(
+            "keys of {}: +{:?} -{:?}",
+            request.user, request.add, request.remove
+        ));
+        Ok(Response::new(v1::UpdateGuestSshKeysResponse {}))
+    }
+
+    /// The file `/cut` ends early.
+    pub(super) fn read_file(
+        &self,
+        request: &v1::ReadGuestFileRequest,
+    ) -> Answer<Events<v1::ReadGuestFileResponse>> {
+        use v1::read_guest_file_response::Message;
+        self.find(&request.name)?;
+        let message = |message| {
+            Ok(v1::ReadGuestFileResponse {
+                message: Some(message),
+            })
+        };
+        let mut messages = vec![message(Message::Data(
+            format!("content of {}", request.path).into_bytes(),
+        ))];
+        if request.path != "/cut" {
+            let bytes = 11 + request.path.len() as u64;
+            messages.push(message(Message::End(v1::GuestFileEnd { bytes })));
+        }
+        Ok(Response::new(Box::pin(tokio_stream::iter(messages))))
+    }
+
+    pub(super) async fn write_file(
+        &self,
+        mut messages: Streaming<v1::WriteGuestFileRequest>,
+    ) -> Answer<v1::WriteGuestFileResponse> {
+        let (mut path, mut content) = (String::new(), Vec::new());
+        while let Some(request) = messages.message().await? {
+            match request.message {
+                Some(Message::Open(open)) => {
+                    self.find(&open.name)?;
+                    path = open.path;
+                }
+                Some(Message::Data(data)) => content.extend(data),
+                Some(Message::End(end)) => {
+                    assert_eq!(end.bytes, content.len() as u64);
+                    self.called(format!("{path}: {}", String::from_utf8(content).unwrap()));
+                    return Ok(Response::new(v1::WriteGuestFileResponse { bytes: end.bytes }));
+                }
+                None => {}
+            }
+        }
+        Err(Status::aborted("incomplete"))
+    }
+}
 
 /// What the agent of each guest says.
 pub fn info() -> v1::GuestInfo {

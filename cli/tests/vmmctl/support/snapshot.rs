@@ -53,12 +53,23 @@ impl SnapshotService for State {
         let request = request.into_inner();
         self.once(&request)?;
         let mut taken = request.snapshot.unwrap_or_default();
+        let wanted = v1::SnapshotConsistency::try_from(request.consistency).unwrap();
+        let name = taken.metadata.clone().unwrap_or_default().name;
+        let (consistency, consistency_message) = match name.as_str() {
+            OLD => (0, String::new()),
+            "unfrozen" => (
+                v1::SnapshotConsistency::Crash.into(),
+                "no agent answers".to_owned(),
+            ),
+            _ => (wanted.into(), String::new()),
+        };
         taken.status = Some(v1::SnapshotStatus {
+            consistency,
+            consistency_message,
             allocated_bytes: 3 << 20,
             retention: request.retention,
             ..Default::default()
         });
-        let name = taken.metadata.clone().unwrap_or_default().name;
         if let Some(spec) = taken.spec.as_mut().filter(|_| name == OLD) {
             spec.kind = v1::SnapshotKind::Unspecified.into();
         }

@@ -441,6 +441,43 @@ impl VmService for State {
         }))
     }
 
+    async fn set_guest_password(
+        &self,
+        request: Request<v1::SetGuestPasswordRequest>,
+    ) -> Answer<v1::SetGuestPasswordResponse> {
+        self.set_password(&request.into_inner())
+    }
+
+    async fn list_guest_ssh_keys(
+        &self,
+        request: Request<v1::ListGuestSshKeysRequest>,
+    ) -> Answer<v1::ListGuestSshKeysResponse> {
+        self.ssh_keys(&request.into_inner())
+    }
+
+    async fn update_guest_ssh_keys(
+        &self,
+        request: Request<v1::UpdateGuestSshKeysRequest>,
+    ) -> Answer<v1::UpdateGuestSshKeysResponse> {
+        self.change_ssh_keys(&request.into_inner())
+    }
+
+    type ReadGuestFileStream = Events<v1::ReadGuestFileResponse>;
+
+    async fn read_guest_file(
+        &self,
+        request: Request<v1::ReadGuestFileRequest>,
+    ) -> Answer<Self::ReadGuestFileStream> {
+        self.read_file(&request.into_inner())
+    }
+
+    async fn write_guest_file(
+        &self,
+        request: Request<Streaming<v1::WriteGuestFileRequest>>,
+    ) -> Answer<v1::WriteGuestFileResponse> {
+        self.write_file(request.into_inner()).await
+    }
+
     type ExecVmStream = Events<v1::ExecVmResponse>;
 
     /// A guest with three programs: `cat`, which prints its input, `env`, which prints its environment and its arguments as an error and

@@ -645,6 +645,43 @@ impl VmService for State {
         unused()
     }
 
+    async fn set_guest_password(
+        &self,
+        _: Request<v1::SetGuestPasswordRequest>,
+    ) -> Answer<v1::SetGuestPasswordResponse> {
+        unused()
+    }
+
+    async fn list_guest_ssh_keys(
+        &self,
+        _: Request<v1::ListGuestSshKeysRequest>,
+    ) -> Answer<v1::ListGuestSshKeysResponse> {
+        unused()
+    }
+
+    async fn update_guest_ssh_keys(
+        &self,
+        _: Request<v1::UpdateGuestSshKeysRequest>,
+    ) -> Answer<v1::UpdateGuestSshKeysResponse> {
+        unused()
+    }
+
+    type ReadGuestFileStream = Events<v1::ReadGuestFileResponse>;
+
+    async fn read_guest_file(
+        &self,
+        _: Request<v1::ReadGuestFileRequest>,
+    ) -> Answer<Self::ReadGuestFileStream> {
+        unused()
+    }
+
+    async fn write_guest_file(
+        &self,
+        _: Request<Streaming<v1::WriteGuestFileRequest>>,
+    ) -> Answer<v1::WriteGuestFileResponse> {
+        unused()
+    }
+
     type ExecVmStream = Events<v1::ExecVmResponse>;
 
     async fn exec_vm(&self, _: Request<Streaming<v1::ExecVmRequest>>) -> Answer<Self::ExecVmStream> {
