@@ -110,6 +110,8 @@ pub fn reallocate(
         for disk in &spec.disks {
             let name = disk.name.as_str();
             let slot = known.disk_slots.get(name);
+            // Earlier daemons gave this slot to disks.
+            let slot = slot.filter(|slot| !spec.guest_agent || **slot != CHANNELS_SLOT);
             let free = slot.filter(|slot| !taken(&[&new]).contains(slot) && disk.bus.has(**slot));
             if let (false, Some(slot)) = (new.disk_slots.contains_key(name), free) {
                 new.disk_slots.insert(name.to_owned(), *slot);
@@ -648,6 +650,20 @@ mod tests {
         spec.disks[2].bus = Bus::Virtio;
         let again = reallocate(&spec, &after, &after, || Mac::local([2; 6]));
         assert_eq!((of(&again, "disk2"), of(&again, "disk5")), (12, 97));
+    }
+
+    #[test]
+    fn disk_in_the_slot_of_the_channels_moves_with_an_agent() {
+        let mut spec = full();
+        spec.disks.truncate(2);
+        let mut old = allocate(&spec, || Mac::local([2; 6]));
+        old.disk_slots.insert("disk1".to_owned(), CHANNELS_SLOT);
+        let same = reallocate(&spec, &old, &old, || Mac::local([2; 6]));
+        assert_eq!(same.disk_slots, old.disk_slots);
+        spec.guest_agent = true;
+        let moved = reallocate(&spec, &old, &old, || Mac::local([2; 6]));
+        assert_eq!(moved.disk_slots["disk0"], old.disk_slots["disk0"]);
+        assert_ne!(moved.disk_slots["disk1"], CHANNELS_SLOT);
     }
 
     #[test]
