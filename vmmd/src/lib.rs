@@ -39,5 +39,7 @@ mod vm;
 /// Functions for the fuzz targets (`vmmd/fuzz`).
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing {
-    pub use crate::{migration::fuzzing::peer_messages, snapshot::fuzzing::snapshot_archive};
+    pub use crate::{
+        guest::fuzzing::agent_answers, migration::fuzzing::peer_messages, snapshot::fuzzing::snapshot_archive,
+    };
 }

@@ -25,7 +25,7 @@ use crate::{
 /// Longest password that is read, in bytes.
 const PASSWORD: u64 = 4096;
 
-/// Prints what the agent says about the guest.
+/// Prints the description of the guest by its agent.
 pub async fn show(client: &Client, args: &GetGuest) -> Result<()> {
     let request = v1::GetGuestInfoRequest {
         name: args.vm.clone(),

@@ -15,8 +15,6 @@ const PASSWORD: usize = 1024;
 /// Most keys of a request and of an answer, and the longest one in bytes.
 const KEYS: usize = 64;
 const KEY: usize = 8 << 10;
-/// Longest answer with keys in bytes.
-const MAX_ANSWER: u64 = 1 << 20;
 
 /// Answer to `guest-ssh-get-authorized-keys`.
 #[derive(Deserialize)]
@@ -50,10 +48,8 @@ impl Agent<'_> {
     /// The public keys that may log in as a user.
     pub async fn ssh_keys(&self, user: &str) -> Result<Vec<String>, Failure> {
         check_user(user)?;
-        let mut session = self.session().await?;
         let question = json!({"username": user});
-        let answer = session.ask_within("guest-ssh-get-authorized-keys", question, MAX_ANSWER);
-        let keys: AuthorizedKeys = answer.await?;
+        let keys: AuthorizedKeys = self.ask("guest-ssh-get-authorized-keys", question).await?;
         let keys = keys.keys.items.iter();
         Ok(keys.map(|key| text::one_line(key, KEY)).collect())
     }

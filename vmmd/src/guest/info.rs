@@ -1,4 +1,4 @@
-//! What an agent says about its guest. The guest chooses all texts and counts, so both are bounded.
+//! Description of a guest by its agent. The guest chooses all texts and counts, so both are bounded.
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
@@ -18,8 +18,6 @@ use crate::{
 const ALL: Duration = Duration::from_secs(10);
 /// An answer is repeated for this time.
 const FRESH: Duration = Duration::from_secs(2);
-/// Longest answer to one of the questions in bytes.
-const MAX_ANSWER: u64 = 1 << 20;
 /// Most commands of an agent that are read. Version 9 has 60.
 const COMMANDS: usize = 256;
 /// Most objects that are passed on.
@@ -61,16 +59,19 @@ impl<'a> Agent<'a> {
     pub async fn info(&self) -> Result<v1::GuestInfo, Failure> {
         let shared = self.host.agents.share(self.entry.uid);
         let ask = || async {
-            let asked = timeout(ALL, async { ask(&mut self.session().await?).await }).await;
+            // Without the wait for other users of the agent.
+            let mut session = self.session().await?;
+            let asked = timeout(ALL, ask(&mut session)).await;
             asked.unwrap_or_else(|_| Err(silent()))
         };
         shared.info.get(ask).await
     }
 }
 
-async fn ask(session: &mut Session) -> Result<v1::GuestInfo, Failure> {
+/// Asks all questions about the guest.
+pub(super) async fn ask(session: &mut Session) -> Result<v1::GuestInfo, Failure> {
     let query_time = text::timestamp(text::now_ms());
-    let about: About = session.ask_within("guest-info", json!({}), MAX_ANSWER).await?;
+    let about: About = session.ask("guest-info", json!({})).await?;
     let os: Option<Os> = optional(session, &about, "guest-get-osinfo").await?;
     let host_name: Option<HostName> = optional(session, &about, "guest-get-host-name").await?;
     let zone: Option<Zone> = optional(session, &about, "guest-get-timezone").await?;
@@ -109,7 +110,7 @@ async fn optional<T: DeserializeOwned>(
     if !commands.any(|supported| supported.enabled && supported.name == command) {
         return Ok(None);
     }
-    match session.ask_within(command, json!({}), MAX_ANSWER).await {
+    match session.ask(command, json!({})).await {
         Ok(answer) => Ok(Some(answer)),
         // An error or an invalid answer. The next question has its own answer.
         Err(failure) if failure.reason != "GUEST_AGENT_SILENT" => Ok(None),

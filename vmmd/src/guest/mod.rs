@@ -8,9 +8,12 @@ mod account;
 mod exec;
 mod file;
 mod freeze;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 mod info;
 mod list;
 mod session;
+mod shutdown;
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -27,6 +30,7 @@ pub use self::{
     freeze::{Frozen, freeze, may_be_frozen, thaw},
     info::look,
     session::Session,
+    shutdown::shut_down_late,
 };
 use crate::{host::Host, paths::RuntimeDir, registry::vms::Entry};
 

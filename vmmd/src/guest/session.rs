@@ -22,7 +22,7 @@ const SYNC: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(30);
 /// Longest answer in bytes. The agent sends output in base64, both streams in one answer. A guest
 /// has one answer at a time, which takes some three times as much memory.
-pub const MAX_ANSWER: u64 = 6 << 20;
+const MAX_ANSWER: u64 = 6 << 20;
 /// First byte of the answer to `guest-sync-delimited`. No JSON has it.
 const DELIMITER: u8 = 0xff;
 
@@ -61,28 +61,29 @@ impl Session {
         }
     }
 
-    /// Asks one question.
-    pub async fn ask<T: DeserializeOwned>(&mut self, command: &str, arguments: Value) -> Result<T, Failure> {
-        self.ask_within(command, arguments, MAX_ANSWER).await
-    }
-
-    /// The same; the answer has at most `limit` bytes.
-    pub async fn ask_within<T: DeserializeOwned>(
-        &mut self,
-        command: &str,
-        arguments: Value,
-        limit: u64,
-    ) -> Result<T, Failure> {
+    /// Asks for an action that has no answer.
+    pub async fn tell(&mut self, command: &str, arguments: Value) -> Result<(), Failure> {
         let mut stream = self.stream.take().ok_or_else(silent)?;
         let question = json!({"execute": command, "arguments": arguments});
-        let answer = timeout(ANSWER, exchange(&mut stream, &question, limit)).await;
+        let line = format!("{question}\n");
+        match timeout(ANSWER, stream.write_all(line.as_bytes())).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(_)) | Err(_) => Err(silent()),
+        }
+    }
+
+    /// Asks one question.
+    pub async fn ask<T: DeserializeOwned>(&mut self, command: &str, arguments: Value) -> Result<T, Failure> {
+        let mut stream = self.stream.take().ok_or_else(silent)?;
+        let question = json!({"execute": command, "arguments": arguments});
+        let answer = timeout(ANSWER, exchange(&mut stream, &question)).await;
         let Ok(Ok(answer)) = answer else {
             return Err(silent());
         };
         if answer.last() != Some(&b'\n') {
             let message = format!(
                 "the answer of the guest's agent is longer than {} MiB: write the output to a file in the guest",
-                limit >> 20
+                MAX_ANSWER >> 20
             );
             return Err(Failure::precondition("GUEST_AGENT_ERROR", message));
         }
@@ -155,14 +156,10 @@ async fn skip_to_delimiter(stream: &mut BufReader<UnixStream>) -> std::io::Resul
 }
 
 /// Asks, and returns the line of the answer, or the beginning of one that is too long.
-async fn exchange(
-    stream: &mut BufReader<UnixStream>,
-    question: &Value,
-    limit: u64,
-) -> std::io::Result<Vec<u8>> {
+async fn exchange(stream: &mut BufReader<UnixStream>, question: &Value) -> std::io::Result<Vec<u8>> {
     stream.write_all(format!("{question}\n").as_bytes()).await?;
     let mut line = Vec::new();
-    stream.take(limit).read_until(b'\n', &mut line).await?;
+    stream.take(MAX_ANSWER).read_until(b'\n', &mut line).await?;
     if line.is_empty() {
         return Err(std::io::ErrorKind::UnexpectedEof.into());
     }

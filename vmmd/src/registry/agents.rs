@@ -18,7 +18,7 @@ pub struct Turn {
     _shared: Arc<Shared>,
 }
 
-/// What all users of an agent share.
+/// State that all users of an agent share.
 #[derive(Debug)]
 pub struct Shared {
     turns: Arc<Turns<()>>,

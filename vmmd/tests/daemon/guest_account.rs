@@ -51,7 +51,7 @@ impl Daemon {
     }
 }
 
-/// The questions of the daemon, but for those that begin a connection.
+/// The questions of the daemon, except those at the beginning of a connection.
 type Asked = Arc<Mutex<Vec<Value>>>;
 
 fn noted(asked: &Asked) -> impl Fn(&Value) -> Vec<u8> + Send + Sync + 'static {

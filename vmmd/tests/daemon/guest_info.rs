@@ -10,7 +10,7 @@ use tonic::{Code, Status};
 use vmmd_api::v1::{self, ConditionStatus, VmStatus};
 
 use crate::{
-    agent::{about, guest, refuse, reply},
+    agent::{about, guest, listen, refuse, reply},
     harness::{Daemon, assert_refused, status},
     policies,
     verbs::condition,
@@ -229,7 +229,7 @@ async fn agent_that_does_not_answer_is_not_ready_until_it_does() {
     let is_awake = Arc::new(AtomicUsize::new(0));
     let awake = Arc::clone(&is_awake);
     guest(&daemon, move |question| match awake.load(Ordering::SeqCst) {
-        0 => b"{\"return\": []}\n".to_vec(),
+        0 => b"{\"return\": 1}\n".to_vec(),
         _ => honest(question),
     })
     .await;
@@ -275,4 +275,30 @@ async fn paused_guest_is_described_when_it_runs_again() {
     assert_refused(&refused, Code::FailedPrecondition, "NOT_RUNNING");
     daemon.resume("web").await.unwrap();
     daemon.wait("web", is_described).await;
+}
+
+#[tokio::test]
+async fn agent_powers_off_a_guest_that_ignores_its_button() {
+    let daemon = Daemon::start().await;
+    daemon.fault("power-button");
+    let with_agent = |spec: &mut v1::VmSpec| spec.guest_agent = Some(v1::GuestAgentSpec {});
+    let vm = daemon.run_with("web", "mock.power=ignore", with_agent).await;
+    let (sender, mut asked) = tokio::sync::mpsc::unbounded_channel();
+    listen(&daemon, &vm, move |question| {
+        if question["execute"] == "guest-shutdown" {
+            sender.send(question["arguments"]["mode"].clone()).unwrap();
+            // The agent does not answer.
+            return Vec::new();
+        }
+        honest(question)
+    });
+    agent(&daemon, "open").await;
+    daemon.wait("web", is_described).await;
+    let stop = daemon.stop("web", Some(std::time::Duration::from_secs(3600)));
+    let (stopped, ()) = tokio::join!(stop, async {
+        assert_eq!(asked.recv().await.unwrap(), "powerdown");
+        policies::end(&daemon, &vm, "poweroff");
+    });
+    let exit = status(&stopped.unwrap()).last_exit.clone().unwrap();
+    assert_eq!(exit.reason(), v1::ExitReason::Stopped);
 }

@@ -88,7 +88,7 @@ impl State {
     }
 }
 
-/// What the agent of each guest says.
+/// The description of each guest by its agent.
 pub fn info() -> v1::GuestInfo {
     v1::GuestInfo {
         agent_version: "7.2.0".into(),

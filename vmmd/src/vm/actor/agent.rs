@@ -1,4 +1,4 @@
-//! The agent in the guest: whether it has its channel open, and what it says about the guest.
+//! The agent in the guest: the state of its channel, and its description of the guest.
 
 use std::sync::Arc;
 
@@ -138,11 +138,18 @@ impl Actor {
         }
     }
 
-    /// Refuses what a guest with frozen file systems must not do.
+    /// Refuses an action on a guest with frozen file systems.
     pub(super) fn check_thawed(&self) -> Result<(), Failure> {
         match self.may_be_frozen() {
             true => Err(guest::may_be_frozen(&self.record.name)),
             false => Ok(()),
+        }
+    }
+
+    /// Has the agent power off a guest that ignores its power button.
+    pub(super) fn shut_down_late(&self) {
+        if self.has_agent() {
+            tokio::spawn(guest::shut_down_late(Arc::clone(&self.host), self.uid));
         }
     }
 

@@ -182,6 +182,7 @@ impl Actor {
         let resume = paused.then_some(Op::Resume(Resume {}));
         let ops = resume.into_iter().chain([Op::PowerButton(PowerButton {})]);
         send(client, ops.collect());
+        self.shut_down_late();
     }
 
     /// A later request may shorten the time that an earlier one gave, not lengthen it.

@@ -196,6 +196,7 @@ impl Instance {
 
 /// State of a run that was found at the daemon's start.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "each value is moved once")]
 pub enum Found {
     /// A living process; with the reply to the hello if that came in time.
     Alive(Box<Instance>, Option<HelloReply>),
