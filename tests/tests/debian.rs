@@ -61,7 +61,7 @@ fn debian_boots_serves_ssh_and_keeps_synced_data() {
     assert_eq!(run("sha256sum </srv/back"), sum);
     // The agent of the distribution, which udev starts when it finds the channel.
     node.sh(&format!(
-        "timeout 120 sh -c 'until vmmctl exec {name} -- true; do sleep 1; done'"
+        "vmmctl wait {name} --for condition=AgentReady --timeout 120s"
     ));
     let agent = node.sh(&format!("cat /etc/hostname | vmmctl exec -i {name} -- sh -c 'cat; cat /etc/machine-id; head -c 1000000 /dev/zero | wc -c'"));
     let hostname = node.sh("cat /etc/hostname");
@@ -74,6 +74,7 @@ fn debian_boots_serves_ssh_and_keeps_synced_data() {
         .ssh(&format!("vmmctl exec {name} -- sh -c 'echo no >&2; exit 3'"))
         .expect("ssh");
     assert_eq!((failed.status.code(), failed.stderr.as_str()), (Some(3), "no\n"));
+    the_agent_describes_the_guest_and_freezes_it(&vm, &folder);
 
     // A port of the node's own leads there, for as long as vmmctl runs.
     let forwarded = node
@@ -123,4 +124,27 @@ fn the_foreground_vmm_needs_no_daemon() {
     assert!(!refused.success());
     let expected = "no permission to open /dev/kvm: run as root, or as a member of the group that owns it";
     assert!(refused.stderr.contains(expected), "{}", refused.stderr);
+}
+
+/// Information, files both ways, and a snapshot of frozen file systems, all by the agent.
+fn the_agent_describes_the_guest_and_freezes_it(vm: &Vm<'_>, folder: &str) {
+    let (node, name) = (vm.node(), vm.name());
+    let guest = node.sh(&format!("vmmctl get guest {name}"));
+    assert!(guest.contains("Debian GNU/Linux"), "{guest}");
+    node.sh(&format!(
+        "cd {folder} && head -c 4194304 /dev/urandom >sent && vmmctl cp sent {name}:/srv/sent && \
+         vmmctl cp {name}:/srv/sent received && cmp sent received"
+    ));
+    let snapshot = format!("{name}-frozen");
+    node.sh(&format!(
+        "vmmctl create snapshot {snapshot} --vm {name} --disks-only --paused --consistency require-agent"
+    ));
+    let taken = node.sh(&format!(
+        "vmmctl get snapshot {snapshot} -o json; vmmctl delete snapshot {snapshot} --yes"
+    ));
+    assert!(taken.contains("SNAPSHOT_CONSISTENCY_AGENT"), "{taken}");
+    // It is thawed: a write is stable.
+    node.sh(&format!(
+        "timeout 60 vmmctl exec {name} -- sh -c 'echo written >/srv/thawed && sync'"
+    ));
 }

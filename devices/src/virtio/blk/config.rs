@@ -19,10 +19,12 @@ use super::{
 pub(super) const QUEUE_SIZE: u16 = 256;
 
 /// Longest buffer in bytes. Drivers then make requests of up to [`SEG_MAX`] times that, which needs no more: a buffer is
-/// contiguous guest memory. SeaBIOS (`src/hw/virtio-blk.c` of 1.16) keeps the number of blocks in this product in 16 bits, and
-/// would make requests without data if these bits were zero.
-const SIZE_MAX: u32 = (16 << 20) - 512;
-const _: () = assert!(SIZE_MAX / 512 * SEG_MAX % (1 << 16) >= 64);
+/// contiguous guest memory.
+const SIZE_MAX: u32 = 16 << 20;
+/// The same for a machine with a BIOS. SeaBIOS (`src/hw/virtio-blk.c` of 1.16) keeps the number of blocks in the product in 16
+/// bits, and would make requests without data if these bits were zero.
+const BIOS_SIZE_MAX: u32 = SIZE_MAX - 512;
+const _: () = assert!(BIOS_SIZE_MAX / 512 * SEG_MAX % (1 << 16) >= 64);
 
 /// `struct virtio_blk_config` up to `unused1`.
 #[derive(Clone, Copy, Debug, IntoBytes, Immutable)]
@@ -91,6 +93,12 @@ impl Config {
             write_zeroes_may_unmap: u8::from(discard),
             unused1: [0; 3],
         }
+    }
+
+    /// The same for a machine with a BIOS.
+    pub(super) fn with_bios(mut self) -> Self {
+        self.size_max = BIOS_SIZE_MAX.into();
+        self
     }
 
     /// The same with that capacity in bytes.

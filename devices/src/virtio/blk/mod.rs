@@ -117,6 +117,13 @@ impl Blk {
         }
     }
 
+    /// The same disk for a machine with a BIOS, whose driver cannot use all limits.
+    #[must_use]
+    pub fn with_bios(mut self) -> Self {
+        self.config = self.config.with_bios();
+        self
+    }
+
     /// The handle for others than the driver.
     pub fn control(&self) -> BlkControl {
         BlkControl::new(&self.shared, &self.image)

@@ -263,7 +263,7 @@ fn sata_disk_has_a_port_of_its_own_in_a_machine_with_firmware() {
         // Instead of the kernel, and one more.
         spec.firmware = Some(vmm::Firmware {
             code_fd: 1,
-            variables_fd: 5,
+            variables_fd: Some(5),
         });
         change(&mut spec);
         Machine::new(&spec, 7)

@@ -20,6 +20,7 @@ use super::{Failure, Fds, Sockets};
 use crate::{
     board::{self, plugs::Plugged},
     lifecycle::with_causes,
+    memory::layout::Map,
     migration::ReceivedDisk,
 };
 
@@ -107,7 +108,10 @@ pub(in crate::board) fn plug(
         on_error: on_error(spec),
         limiter: limiter.clone(),
     };
-    let device = Blk::new(image, options);
+    let mut device = Blk::new(image, options);
+    if sockets.map == Map::Bios {
+        device = device.with_bios();
+    }
     let control = device.control();
     let device = sockets.plug(&name, slot, Box::new(device))?;
     Ok(Plugged {

@@ -333,6 +333,8 @@ pub(super) struct Sockets {
     pub pci: Arc<PciRoot>,
     pub mmio: Arc<Bus>,
     pub notifier: Notifier,
+    /// The machine's memory map, which shows its kind of firmware.
+    pub map: Map,
 }
 
 impl Assembly {
@@ -378,6 +380,7 @@ impl Assembly {
                 pci: root,
                 mmio: Arc::clone(&spaces.mmio),
                 notifier,
+                map,
             },
             vm,
             ram,
@@ -549,6 +552,7 @@ impl Sockets {
             pci: PciRoot::new(pci_windows(Map::Direct, 1 << 30, 40)),
             mmio: Arc::new(Bus::new()),
             notifier,
+            map: Map::Direct,
         }
     }
 
