@@ -140,7 +140,7 @@ fn the_agent_describes_the_guest_and_freezes_it(vm: &Vm<'_>, folder: &str) {
         "vmmctl create snapshot {snapshot} --vm {name} --disks-only --paused --consistency require-agent"
     ));
     let taken = node.sh(&format!(
-        "vmmctl get snapshot {snapshot} -o json; vmmctl delete snapshot {snapshot} --yes"
+        "vmmctl get snapshot {snapshot} -o json; vmmctl delete snapshot {snapshot}"
     ));
     assert!(taken.contains("SNAPSHOT_CONSISTENCY_AGENT"), "{taken}");
     // It is thawed: a write is stable.

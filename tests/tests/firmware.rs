@@ -121,5 +121,5 @@ fn bios_boots_the_first_disk_by_its_mbr(#[case] bus: &str) {
     booted(&mut console);
     console.type_line("poweroff");
     vm.wait_phase("STOPPED", 60);
-    assert_eq!(vm.exit_reason(), "STOPPED");
+    assert_eq!(vm.exit_reason(), "GUEST_SHUTDOWN");
 }
