@@ -12,7 +12,7 @@ const BOOT: u64 = 300;
 const VARIABLE: &str = "/sys/firmware/efi/efivars/Kept-0d6a3a0e-3d2c-4b1f-9c58-1e5b7a4f2d33";
 /// Mounts efivarfs.
 const MOUNT: &str = "mount -t efivarfs efivarfs /sys/firmware/efi/efivars";
-/// What the kernel reports of wrong firmware.
+/// Prints the kernel's messages about wrong firmware.
 const COMPLAINTS: &str = "dmesg | grep -i -E 'firmware bug|firmware warn|BUG:|ACPI.*error|WARNING: ' | grep -v arch/x86/kernel/fpu/xstate.c || true";
 
 /// A disk without a boot loader, and one with it.

@@ -88,7 +88,7 @@ pub enum Boot {
     Firmware {
         /// Its code.
         code: FdIndex,
-        /// The variables of UEFI firmware. A BIOS has none.
+        /// The variables of UEFI firmware; absent for a BIOS.
         variables: Option<FdIndex>,
     },
 }

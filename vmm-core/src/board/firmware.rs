@@ -295,7 +295,7 @@ fn items(described: &Described<'_>) -> Result<Items, Failure> {
         (name::MENU_WAIT, vec![0; 2]),
     ];
     if is_bios {
-        // OVMF finds the serial port by itself.
+        // OVMF searches for the serial port.
         files.push((name::SERIAL_CONSOLE, COM1_PORT.to_le_bytes().to_vec()));
     }
     for (name, content) in files {

@@ -17,7 +17,7 @@ use crate::{config::Firmware, paths::VariablesDir};
 pub struct FirmwareFiles {
     /// Its code, open for reading.
     pub code: File,
-    /// The VM's variables, open for reading and writing. A BIOS has none.
+    /// The VM's variables, open for reading and writing; absent for a BIOS.
     pub variables: Option<File>,
 }
 
