@@ -22,6 +22,11 @@ const FIRMWARES: Words<v1::FirmwareType> = &[
         v1::FirmwareType::Bios,
         "BIOS: SeaBIOS of the node, for disks with an MBR",
     ),
+    (
+        "auto",
+        v1::FirmwareType::Auto,
+        "The one that the disks need, chosen at the first start",
+    ),
 ];
 /// Run policies.
 const RUN_POLICIES: Words<RunPolicy> = &[
@@ -194,8 +199,8 @@ pub struct Flags {
     /// Initial RAM disk on the node
     #[arg(long, value_name = "PATH")]
     pub initrd: Option<String>,
-    /// Boot the kernel that is installed on the first disk
-    #[arg(long, conflicts_with_all = ["kernel", "initrd"])]
+    /// Boot the kernel that is installed on the first disk, without firmware
+    #[arg(long, visible_alias = "fast-boot", conflicts_with_all = ["kernel", "initrd"])]
     pub from_disk: bool,
     /// Boot through firmware, which starts the boot loader on a disk
     #[arg(long, value_name = "TYPE", value_parser = words(FIRMWARES), conflicts_with_all = ["kernel", "initrd", "from_disk", "cmdline"])]
@@ -342,6 +347,7 @@ Examples:
   vmmctl run debian13 --name web --cpus 2 --memory 2Gi --disk-size 20Gi --network lan --publish 8080:80 \\
     --ssh-key ~/.ssh/id_ed25519.pub --wait
   vmmctl run debian13 --user-data web.yaml --console
+  vmmctl run debian13 --fast-boot --cmdline quiet
   vmmctl stop web && vmmctl delete vm web --with-disks")]
 pub struct Run {
     /// Image of the VM's disk
@@ -362,13 +368,16 @@ pub struct Run {
     /// Kernel on the node instead of the one on the disk: a bzImage, or an ELF file with a PVH entry
     #[arg(long, value_name = "PATH", requires = "cmdline")]
     pub kernel: Option<String>,
-    /// Boot through firmware, which starts the boot loader on the disk
-    #[arg(long, value_name = "TYPE", value_parser = words(FIRMWARES), conflicts_with_all = ["kernel", "cmdline"])]
+    /// Firmware, which starts the boot loader on the disk (auto when not given)
+    #[arg(long, value_name = "TYPE", value_parser = words(FIRMWARES), conflicts_with_all = ["kernel", "fast_boot", "cmdline"])]
     pub firmware: Option<v1::FirmwareType>,
+    /// Boot the kernel that is installed on the disk without firmware, if the configuration of the boot loader can be read
+    #[arg(long, conflicts_with = "kernel")]
+    pub fast_boot: bool,
     /// Initial RAM disk on the node, for that kernel
     #[arg(long, value_name = "PATH", requires = "kernel")]
     pub initrd: Option<String>,
-    /// Kernel command line; for the kernel on the disk, text to append to its own command line
+    /// Kernel command line for --kernel; with --fast-boot, text to append to the disk's own command line
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub cmdline: Option<String>,
     #[command(flatten)]

@@ -184,10 +184,19 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
             text.put("Boot", &format!("the kernel on disk {disk}"));
             text.put("  Command line", &boot.cmdline_append);
         }
-        Some(v1::boot_spec::Source::Firmware(firmware)) => match firmware.r#type() {
-            v1::FirmwareType::Bios => text.put("Boot", "BIOS firmware"),
-            _ => text.put("Boot", "UEFI firmware"),
-        },
+        Some(v1::boot_spec::Source::Firmware(firmware)) => {
+            let chosen = match status.firmware() {
+                v1::FirmwareType::Uefi => "UEFI firmware, as the disks need",
+                v1::FirmwareType::Bios => "BIOS firmware, as the disks need",
+                _ => "the firmware that the disks need",
+            };
+            let boot = match firmware.r#type() {
+                v1::FirmwareType::Bios => "BIOS firmware",
+                v1::FirmwareType::Auto => chosen,
+                v1::FirmwareType::Unspecified | v1::FirmwareType::Uefi => "UEFI firmware",
+            };
+            text.put("Boot", boot);
+        }
         None => {}
     }
     text.put("cloud-init", &cloud_init(spec.cloud_init.as_ref()));

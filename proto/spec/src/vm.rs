@@ -142,8 +142,9 @@ pub enum Boot {
         /// Text appended to the command line of the disk, without NUL.
         append: String,
     },
-    /// Firmware, which starts a boot loader from the disks and NICs in their order.
-    Firmware(FirmwareType),
+    /// Firmware, which starts a boot loader from the disks and NICs in their order. `None` is the
+    /// firmware that the disks need.
+    Firmware(Option<FirmwareType>),
 }
 
 /// Kind of firmware.
@@ -153,6 +154,26 @@ pub enum FirmwareType {
     Uefi,
     /// BIOS: SeaBIOS.
     Bios,
+}
+
+impl FirmwareType {
+    /// The firmware of a value of the API; `None` when the value names none.
+    pub fn of(wire: v1::FirmwareType) -> Option<Self> {
+        match wire {
+            v1::FirmwareType::Unspecified | v1::FirmwareType::Auto => None,
+            v1::FirmwareType::Uefi => Some(Self::Uefi),
+            v1::FirmwareType::Bios => Some(Self::Bios),
+        }
+    }
+}
+
+impl From<FirmwareType> for v1::FirmwareType {
+    fn from(kind: FirmwareType) -> Self {
+        match kind {
+            FirmwareType::Uefi => Self::Uefi,
+            FirmwareType::Bios => Self::Bios,
+        }
+    }
 }
 
 impl Boot {
@@ -536,10 +557,8 @@ fn disk_boot(found: &mut Violations, boot: &v1::DiskBoot, spec: &v1::VmSpec) -> 
 
 fn firmware_boot(found: &mut Violations, firmware: &v1::FirmwareBoot) -> Option<Boot> {
     match v1::FirmwareType::try_from(firmware.r#type) {
-        Ok(v1::FirmwareType::Unspecified | v1::FirmwareType::Uefi) => {
-            Some(Boot::Firmware(FirmwareType::Uefi))
-        }
-        Ok(v1::FirmwareType::Bios) => Some(Boot::Firmware(FirmwareType::Bios)),
+        Ok(v1::FirmwareType::Unspecified) => Some(Boot::Firmware(Some(FirmwareType::Uefi))),
+        Ok(kind) => Some(Boot::Firmware(FirmwareType::of(kind))),
         Err(_) => {
             let value = firmware.r#type;
             found.add("spec.boot.firmware.type", format_args!("unknown value {value}"));

@@ -22,14 +22,14 @@ use vmmd_objects::{
     operation::{Handle, Metadata, Progress},
 };
 use vmmd_spec::vm::VmSpec;
-use vmmd_store::{InstanceRecord, Intent, handover::Handover};
+use vmmd_store::{InstanceRecord, Intent, ReplacingRecord, handover::Handover};
 
 use super::{
     Actor,
     work::{Start, Stop, Work},
 };
 use crate::{
-    files,
+    files::{self, Known},
     registry::vms::command::Restore,
     vm::{
         api::describe::camel_case,
@@ -151,11 +151,12 @@ impl Actor {
                 Ok(Started {
                     instance,
                     files,
+                    firmware,
                     replacing,
                 }),
                 None,
             ) => {
-                (self.record.files, self.record.replacing) = (files, replacing);
+                self.note_written(files, firmware, replacing);
                 self.instance = Some(instance);
                 self.host.ledger.expect(&self.record.name, None);
                 self.disks.clear();
@@ -188,11 +189,12 @@ impl Actor {
                 Ok(Started {
                     instance,
                     files,
+                    firmware,
                     replacing,
                 }),
                 Some(mut stop),
             ) => {
-                (self.record.files, self.record.replacing) = (files, replacing);
+                self.note_written(files, firmware, replacing);
                 self.instance = Some(instance);
                 operation.give_way(&self.cancelled());
                 self.step_stop(&mut stop, stop::Input::CameUp);
@@ -209,6 +211,19 @@ impl Actor {
             }
         }
         ControlFlow::Continue(())
+    }
+
+    /// Notes what the start has written to the record.
+    fn note_written(&mut self, files: Known, firmware: i32, replacing: Option<ReplacingRecord>) {
+        (self.record.files, self.record.replacing) = (files, replacing);
+        let run = self
+            .record
+            .instance
+            .as_mut()
+            .and_then(|run| run.hardware.as_mut());
+        for hardware in run.into_iter().chain(self.record.hardware.as_mut()) {
+            hardware.firmware = firmware;
+        }
     }
 
     /// Whether the machine comes from another node, which decides what follows.

@@ -9,7 +9,7 @@ use vmmd_spec::{
     Violations,
     disk::Source as DiskSource,
     pci,
-    vm::{Attachment, Nic, VmSpec},
+    vm::{Attachment, Boot, Nic, VmSpec},
 };
 
 pub use vm_lifecycle::pause::{DISK_ERROR, MIGRATING, SNAPSHOT};
@@ -171,6 +171,7 @@ impl View {
                 .map(|left| pending_change(left, host.store.key()))
                 .collect(),
             guest: guest(instance),
+            firmware: firmware(record, spec).into(),
         };
         v1::Vm {
             metadata: Some(metadata),
@@ -314,6 +315,18 @@ impl View {
 fn guest(instance: Option<&Instance>) -> Option<v1::GuestInfo> {
     let guest = instance?.agent.guest.as_ref()?.as_ref();
     Some(guest.ok()?.as_ref().clone())
+}
+
+/// The firmware that the VM starts with.
+fn firmware(record: &VmRecord, spec: &VmSpec) -> v1::FirmwareType {
+    match spec.boot {
+        Boot::Firmware(Some(kind)) => kind.into(),
+        Boot::Firmware(None) => {
+            let chosen = record.hardware.as_ref().map_or(0, |hardware| hardware.firmware);
+            v1::FirmwareType::try_from(chosen).unwrap_or_default()
+        }
+        Boot::Linux { .. } | Boot::Disk { .. } => v1::FirmwareType::Unspecified,
+    }
 }
 
 /// The migration that is under way, if one is.

@@ -17,11 +17,7 @@ use vmmd_host::{
     failure::Failure,
     fault, lock,
 };
-use vmmd_spec::{
-    cloud_init::CloudInit,
-    nic::Mac,
-    vm::{Boot, VmSpec},
-};
+use vmmd_spec::{cloud_init::CloudInit, nic::Mac, vm::VmSpec};
 use vmmd_store::Hardware;
 
 use super::{Plan, failures::failed, seed::Seed};
@@ -29,7 +25,7 @@ use crate::{
     files::{self, Files, Known, Locks, state_dir::StateDir},
     host::Host,
     node::check::Look,
-    paths::{LogDir, RuntimeDir, VariablesDir},
+    paths::{LogDir, RuntimeDir},
     vm::machine::{self, limits},
 };
 
@@ -89,17 +85,13 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         };
         seed.make()
     };
-    let (mut files, known) = if plan.comes() {
+    let (files, known) = if plan.comes() {
         // The source has checked the images' content.
         let any = files::any_of_disks(spec);
         files::open(spec, &host.sources(), &any, Locks::Elsewhere, seed)?
     } else {
         files::open(spec, &host.sources(), &plan.record.files, Locks::Take, seed)?
     };
-    if let Boot::Firmware(kind) = spec.boot {
-        let variables = VariablesDir::of(&host.config, uid);
-        files.firmware = Some(files::firmware::open(&host.config.firmware, kind, &variables)?);
-    }
     for share in &spec.shares {
         files::share::open(share, &host.config.roots.shares)?;
     }

@@ -91,7 +91,10 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
             };
             (Some(kernel), None)
         }
-        Boot::Firmware(kind) => (None, Some(open_firmware(&mut fds, *kind, files)?)),
+        Boot::Firmware(Some(kind)) => (None, Some(open_firmware(&mut fds, *kind, files)?)),
+        Boot::Firmware(None) => bail!(
+            "spec.boot.firmware: the firmware is chosen by the daemon: set the type to UEFI or BIOS here"
+        ),
         Boot::Disk { .. } => bail!(
             "spec.boot.fromDisk: the kernel on a disk is found by the daemon: give spec.boot.linux.kernel here"
         ),
