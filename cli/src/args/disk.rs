@@ -202,6 +202,9 @@ pub struct Attach {
     /// A CD-ROM drive on the bus sata, with the disk or file as its medium
     #[arg(long)]
     pub cdrom: bool,
+    /// Position in the boot order of firmware, 1 to 16 [default: behind all disks with a position]
+    #[arg(long, value_name = "N")]
+    pub boot_order: Option<u32>,
     /// Serial that the guest reads (/dev/disk/by-id/virtio-SERIAL); the name when not given
     #[arg(long)]
     pub serial: Option<String>,

@@ -156,7 +156,8 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 31] = [
+const FLAGS: [&str; 32] = [
+    "boot_menu",
     "kernel",
     "initrd",
     "from_disk",
@@ -214,7 +215,7 @@ pub struct Flags {
     pub memory: u64,
     /// Disk: a raw image or block device on the node, or disk=NAME for a disk that vmmd manages, or
     /// path=/srv/a.qcow2,format=qcow2. More keys, as in `vmmctl attach`: name, any-content, serial, readonly, bus, cdrom, cache,
-    /// queues, block-size, on-error, bps, iops, burst, burst-ops, rate-group
+    /// queues, block-size, on-error, boot-order, bps, iops, burst, burst-ops, rate-group
     #[arg(long = "disk", value_name = "PATH|KEY=VALUE,…")]
     pub disks: Vec<String>,
     /// Limit that several disks share (rate-group=NAME in --disk): name=NAME[,bps=100Mi][,iops=500][,burst=…][,burst-ops=…]
@@ -229,6 +230,9 @@ pub struct Flags {
     /// Return pages that the guest has freed to the node at once
     #[arg(long)]
     pub free_page_reporting: bool,
+    /// Time in which firmware offers its boot menu on the serial console, in seconds: at most 60
+    #[arg(long, value_name = "SECONDS", requires = "firmware")]
+    pub boot_menu: Option<u32>,
     /// Add a console beside the serial port, hvc0 in Linux: `vmmctl console --hvc`
     #[arg(long)]
     pub virtio_console: bool,
@@ -251,7 +255,7 @@ pub struct Guest {
     pub cdroms: Vec<String>,
     /// Network interface: network=lan, bridge=br0 or tap=tap0. In a network: address=10.80.0.9,
     /// publish=8080:80+53/udp (ports of the node that lead to the VM). More keys: name=eth0,
-    /// mac=52:54:00:12:34:56, queues=4, mtu=9000, backend=vhost (the node's kernel carries its
+    /// mac=52:54:00:12:34:56, queues=4, mtu=9000, boot-order=2, backend=vhost (the node's kernel carries its
     /// packets), link=down, off=tso+uso (offloads to hide from the guest: checksum, tso, uso,
     /// merge), rx-bps=100Mi, rx-pps=20000, tx-bps=…, tx-pps=… (limits on received and sent traffic,
     /// in bytes and packets a second)

@@ -56,6 +56,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
     let boot = match (flags.firmware, flags.from_disk) {
         (Some(firmware), _) => Boot::Firmware(v1::FirmwareBoot {
             r#type: firmware.into(),
+            menu_seconds: flags.boot_menu.unwrap_or_default(),
         }),
         (None, true) => Boot::FromDisk(v1::DiskBoot {
             disk: String::new(),

@@ -13,8 +13,8 @@ use crate::{
 };
 
 /// Keys of `--disk` besides a path.
-const KEYS: &str = "name=, path=, beneath=, disk=, format=, any-content, serial=, readonly, bus=, cdrom, cache=, queues=, block-size=, on-error=, bps=, \
-                    iops=, burst=, burst-ops=, rate-group=";
+const KEYS: &str = "name=, path=, beneath=, disk=, format=, any-content, serial=, readonly, bus=, cdrom, cache=, queues=, block-size=, on-error=, boot-order=, \
+                    bps=, iops=, burst=, burst-ops=, rate-group=";
 
 impl Limits {
     /// Whether no limit is given.
@@ -105,6 +105,7 @@ pub fn from_flags(args: &Attach) -> Result<v1::DiskSpec> {
         beneath: String::new(),
         bus: args.bus.unwrap_or_default().into(),
         cdrom: args.cdrom,
+        boot_order: args.boot_order.unwrap_or_default(),
     };
     let mut found = Violations::default();
     Disk::new(&mut found, "disk", &disk);
@@ -122,7 +123,8 @@ pub fn valid(found: Violations, message: &str) -> Result<()> {
 
 /// Replaces the field names of a request in a failure by the options that set them.
 pub fn in_options(mut failure: Failure) -> Failure {
-    const OPTIONS: [(&str, &str); 23] = [
+    const OPTIONS: [(&str, &str); 24] = [
+        ("bootOrder", "--boot-order"),
         ("name", "NAME"),
         ("path", "--path"),
         ("disk", "--disk"),
@@ -248,6 +250,7 @@ fn set(disk: &mut v1::DiskSpec, key: &str, value: &str) -> Result<bool, String> 
         "cache" => disk.cache = word(CACHES, value)?.into(),
         "on-error" => disk.on_error = word(ERROR_POLICIES, value)?.into(),
         "queues" => disk.queues = number(value)?,
+        "boot-order" => disk.boot_order = number(value)?,
         "block-size" => {
             disk.logical_block_bytes = u32::try_from(bytes(value)?).map_err(|_| "must be 512 or 4096")?;
         }

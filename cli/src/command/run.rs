@@ -206,6 +206,7 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
         }
         (None, false) => Boot::Firmware(v1::FirmwareBoot {
             r#type: args.firmware.unwrap_or(v1::FirmwareType::Auto).into(),
+            menu_seconds: 0,
         }),
     };
     let mut spec = v1::VmSpec {

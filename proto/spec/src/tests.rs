@@ -297,6 +297,41 @@ fn sata_disks_are_in_vms_with_firmware_six_at_most() {
 }
 
 #[test]
+fn boot_order_is_of_firmware_with_different_positions() {
+    let firmware = |kind: v1::FirmwareType, menu_seconds| {
+        let firmware = v1::FirmwareBoot {
+            r#type: kind.into(),
+            menu_seconds,
+        };
+        let source = Some(v1::boot_spec::Source::Firmware(firmware));
+        Some(v1::BootSpec { source })
+    };
+    let refused = |boot: Option<v1::BootSpec>, disk: u32, nic: u32| {
+        fields_refused(|vm| {
+            let spec = vm.spec.as_mut().unwrap();
+            spec.cpu = None;
+            spec.boot = boot.or(spec.boot.take());
+            (spec.disks[0].boot_order, spec.nics[0].boot_order) = (disk, nic);
+        })
+    };
+    let (disk, nic, cpu) = (
+        "spec.disks[0].bootOrder",
+        "spec.nics[0].bootOrder",
+        "spec.cpu.cores",
+    );
+    let uefi = firmware(v1::FirmwareType::Uefi, 60);
+    assert_eq!(refused(uefi.clone(), 16, 1), [cpu]);
+    assert_eq!(refused(uefi.clone(), 17, 0), [cpu, disk]);
+    assert_eq!(refused(uefi, 2, 2), [cpu, nic]);
+    let bios = firmware(v1::FirmwareType::Bios, 0);
+    assert_eq!(refused(bios.clone(), 1, 0), [cpu]);
+    assert_eq!(refused(bios, 0, 1), [cpu, nic]);
+    assert_eq!(refused(None, 1, 0), [cpu, disk]);
+    let menu = firmware(v1::FirmwareType::Auto, 61);
+    assert_eq!(refused(menu, 0, 0), [cpu, "spec.boot.firmware.menuSeconds"]);
+}
+
+#[test]
 fn disks_are_in_groups_that_there_are() {
     let group = |name: &str| v1::RateGroup {
         name: name.into(),

@@ -13,7 +13,7 @@ use super::{
     balloon::Balloon,
     cloud_init::CloudInit,
     cpu::CpuShare,
-    disk::{Bus, Disk, Limit, MAX_SATA, RateGroup, RateLimit, Source},
+    disk::{BootOrder, Bus, Disk, Limit, MAX_SATA, RateGroup, RateLimit, Source},
     display::Display,
     firewall::Firewall,
     metadata::Metadata,
@@ -142,10 +142,17 @@ pub enum Boot {
         /// Text appended to the command line of the disk, without NUL.
         append: String,
     },
-    /// Firmware, which starts a boot loader from the disks and NICs in their order. `None` is the
-    /// firmware that the disks need.
-    Firmware(Option<FirmwareType>),
+    /// Firmware, which starts a boot loader from the disks and NICs in their order.
+    Firmware {
+        /// `None` is the firmware that the disks need.
+        kind: Option<FirmwareType>,
+        /// Time for its boot menu, at most [`MAX_MENU_SECONDS`].
+        menu_seconds: u32,
+    },
 }
+
+/// Longest time for the boot menu of firmware, in seconds.
+pub const MAX_MENU_SECONDS: u32 = 60;
 
 /// Kind of firmware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -181,7 +188,7 @@ impl Boot {
     pub fn files(&self) -> (Option<&Path>, Option<&Path>) {
         match self {
             Self::Linux { kernel, initrd, .. } => (Some(kernel), initrd.as_deref()),
-            Self::Disk { .. } | Self::Firmware(_) => (None, None),
+            Self::Disk { .. } | Self::Firmware { .. } => (None, None),
         }
     }
 }
@@ -210,6 +217,8 @@ pub struct Nic {
     pub transmit_limit: Option<RateLimit>,
     /// The kernel carries packets (vhost-net).
     pub vhost: bool,
+    /// Position in the boot order.
+    pub boot_order: Option<BootOrder>,
 }
 
 impl Nic {
@@ -328,6 +337,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         );
         disks_together(&mut found, &disks, spec);
         sata(&mut found, &disks, spec, boot.as_ref());
+        boot_order(&mut found, spec, boot.as_ref());
         let balloon = Balloon::new(&mut found, spec);
         let shares = list(&mut found, "spec.shares", &spec.shares, MAX_SHARES, Share::new);
         if together + shares.len() > MAX_DISKS_AND_NICS && together <= MAX_DISKS_AND_NICS {
@@ -469,7 +479,7 @@ fn sata(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec, boot: Option<
         .disks
         .iter()
         .position(|disk| disk.name == first.name.as_str());
-    if boot.is_some_and(|boot| !matches!(boot, Boot::Firmware(_))) {
+    if boot.is_some_and(|boot| !matches!(boot, Boot::Firmware { .. })) {
         let wrong =
             "DISK_BUS_SATA needs spec.boot.firmware: boot the VM through firmware, or use DISK_BUS_VIRTIO";
         found.add(format_args!("spec.disks[{}].bus", index.unwrap_or(0)), wrong);
@@ -478,6 +488,32 @@ fn sata(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec, boot: Option<
     if count > MAX_SATA {
         let most = format_args!("at most {MAX_SATA} with DISK_BUS_SATA, are {count}");
         found.add("spec.disks", most);
+    }
+}
+
+/// Checks the boot order, which is that of firmware: each position belongs to one device.
+fn boot_order(found: &mut Violations, spec: &v1::VmSpec, boot: Option<&Boot>) {
+    let disks = spec.disks.iter().enumerate();
+    let disks = disks.map(|(index, disk)| (format!("spec.disks[{index}].bootOrder"), disk.boot_order));
+    let nics = spec.nics.iter().enumerate();
+    let nics = nics.map(|(index, nic)| (format!("spec.nics[{index}].bootOrder"), nic.boot_order));
+    let mut seen = BTreeMap::new();
+    for (field, position) in disks.chain(nics).filter(|(_, position)| *position != 0) {
+        match boot {
+            Some(Boot::Linux { .. } | Boot::Disk { .. }) => {
+                found.add(&field, "needs spec.boot.firmware: only firmware has a boot order");
+            }
+            Some(Boot::Firmware {
+                kind: Some(FirmwareType::Bios),
+                ..
+            }) if field.starts_with("spec.nics") => {
+                found.add(&field, "must be left out with a BIOS, which boots from no NIC");
+            }
+            _ => {}
+        }
+        if let Some(other) = seen.insert(position, field.clone()) {
+            found.add(field, format_args!("position {position} is that of {other} too"));
+        }
     }
 }
 
@@ -556,15 +592,23 @@ fn disk_boot(found: &mut Violations, boot: &v1::DiskBoot, spec: &v1::VmSpec) -> 
 }
 
 fn firmware_boot(found: &mut Violations, firmware: &v1::FirmwareBoot) -> Option<Boot> {
-    match v1::FirmwareType::try_from(firmware.r#type) {
-        Ok(v1::FirmwareType::Unspecified) => Some(Boot::Firmware(Some(FirmwareType::Uefi))),
-        Ok(kind) => Some(Boot::Firmware(FirmwareType::of(kind))),
+    let menu_seconds = firmware.menu_seconds;
+    if menu_seconds > MAX_MENU_SECONDS {
+        found.add(
+            "spec.boot.firmware.menuSeconds",
+            format_args!("must be at most {MAX_MENU_SECONDS}, is {menu_seconds}"),
+        );
+    }
+    let kind = match v1::FirmwareType::try_from(firmware.r#type) {
+        Ok(v1::FirmwareType::Unspecified) => Some(FirmwareType::Uefi),
+        Ok(kind) => FirmwareType::of(kind),
         Err(_) => {
             let value = firmware.r#type;
             found.add("spec.boot.firmware.type", format_args!("unknown value {value}"));
-            None
+            return None;
         }
-    }
+    };
+    Some(Boot::Firmware { kind, menu_seconds })
 }
 
 fn linux_boot(found: &mut Violations, linux: &v1::LinuxBoot) -> Option<Boot> {
@@ -683,6 +727,7 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
     let mtu = nic::mtu(found, field, nic.mtu);
     let without = NicSwitches::new(found, field, &nic.disabled_offloads);
     let vhost = nic::vhost(found, field, nic.backend);
+    let boot_order = BootOrder::new(found, field, nic.boot_order);
     Some(Nic {
         name: name?,
         attachment: attachment?,
@@ -694,6 +739,7 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
         receive_limit,
         transmit_limit,
         vhost,
+        boot_order,
     })
 }
 

@@ -24,6 +24,7 @@ pub fn nic(nic: &Nic) -> vmm::Nic {
         link_down: !nic.link_up,
         receive_limit: nic.receive_limit.map(Into::into),
         transmit_limit: nic.transmit_limit.map(Into::into),
+        boot_order: nic.boot_order.map_or(0, Into::into),
         ..vmm::Nic::default()
     }
 }
@@ -59,6 +60,7 @@ pub fn disk(disk: &Disk, format: Format) -> vmm::Disk {
         rate_limit,
         rate_group,
         cdrom: disk.bus == Bus::Sata { cdrom: true },
+        boot_order: disk.boot_order.map_or(0, Into::into),
         ..Default::default()
     }
 }

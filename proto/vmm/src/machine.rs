@@ -9,7 +9,7 @@ use std::{
 use uuid::Uuid;
 use vmmd_spec::{
     Violations,
-    disk::{DEFAULT_QUEUES, Format, MAX_QUEUES, MAX_SATA, MAX_SERIAL, OnError, RateLimit},
+    disk::{BootOrder, DEFAULT_QUEUES, Format, MAX_QUEUES, MAX_SATA, MAX_SERIAL, OnError, RateLimit},
     display::is_size,
     keyboard::Layout,
     nic::{self, Mac, NicSwitches},
@@ -18,7 +18,7 @@ use vmmd_spec::{
     resources::{HugePages, MAX_NUMA_NODE, MemoryOptions},
     share::{MAX_SHARES, MAX_TAG},
     topology::Topology,
-    vm::{MAX_CMDLINE, MAX_DISKS_AND_NICS, MAX_MEMORY, MEMORY_STEP, MIN_MEMORY},
+    vm::{MAX_CMDLINE, MAX_DISKS_AND_NICS, MAX_MEMORY, MAX_MENU_SECONDS, MEMORY_STEP, MIN_MEMORY},
 };
 
 use crate::{convert, vmm};
@@ -90,6 +90,8 @@ pub enum Boot {
         code: FdIndex,
         /// The variables of UEFI firmware; absent for a BIOS.
         variables: Option<FdIndex>,
+        /// Time for the boot menu, at most [`MAX_MENU_SECONDS`].
+        menu_seconds: u32,
     },
 }
 
@@ -149,6 +151,8 @@ pub const MAX_CHANNELS: usize = 8;
 pub const MAX_CHANNEL_NAME: usize = 64;
 /// The channel that qemu-guest-agent opens.
 pub const AGENT_CHANNEL: &str = "org.qemu.guest_agent.0";
+/// End of the PCI slots of bus 0.
+const FIRST_BUS_END: u32 = 32;
 /// Longest chain of images below an overlay.
 pub const MAX_BACKING: usize = 16;
 
@@ -200,6 +204,8 @@ pub struct Disk {
     pub serial: String,
     /// Where it is.
     pub place: DiskPlace,
+    /// Position in the boot order.
+    pub boot_order: Option<BootOrder>,
 }
 
 /// Where a disk is.
@@ -241,6 +247,8 @@ pub struct Nic {
     pub slot: PciSlot,
     /// Largest packet without the Ethernet header, in bytes (virtio 1.3, 5.1.4: 68 to 65,535).
     pub mtu: u16,
+    /// Position in the boot order.
+    pub boot_order: Option<BootOrder>,
 }
 
 /// A directory of the node, served by another process.
@@ -469,6 +477,14 @@ fn boot(claims: &mut Claims, spec: &vmm::MachineSpec) -> Boot {
             variables: firmware
                 .variables_fd
                 .map(|index| claims.fd("firmware.variables_fd", index)),
+            menu_seconds: match firmware.menu_seconds {
+                seconds @ 0..=MAX_MENU_SECONDS => seconds,
+                seconds => {
+                    let wrong = format_args!("at most {MAX_MENU_SECONDS}, are {seconds}");
+                    claims.add("firmware.menu_seconds", wrong);
+                    0
+                }
+            },
         },
         (kernel, firmware) => {
             if firmware.is_some() {
@@ -668,7 +684,24 @@ fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: imp
         },
         serial: wire.serial.clone(),
         place: place(claims, &field, wire),
+        boot_order: boot_order(
+            claims,
+            &field,
+            wire.boot_order,
+            wire.sata_port.is_none().then_some(wire.pci_slot),
+        ),
     }
+}
+
+/// The position of a device in the boot order. `slot` is the slot of a PCI device.
+fn boot_order(claims: &mut Claims, field: &str, value: u32, slot: Option<u32>) -> Option<BootOrder> {
+    let position = BootOrder::new(&mut claims.found, field, value)?;
+    if slot.is_some_and(|slot| slot >= FIRST_BUS_END) {
+        let wrong = "firmware boots from the first PCI bus alone, and the device is on another one: put it before other disks or NICs, \
+                     or leave bootOrder out";
+        claims.add(field, wrong);
+    }
+    Some(position)
 }
 
 fn place(claims: &mut Claims, field: &str, wire: &vmm::Disk) -> DiskPlace {
@@ -791,6 +824,7 @@ fn nic(claims: &mut Claims, wire: &vmm::Nic) -> Nic {
             merge: wire.no_merge,
         },
         link_up: !wire.link_down,
+        boot_order: boot_order(claims, &field, wire.boot_order, Some(wire.pci_slot)),
         receive_limit: wire.receive_limit.as_ref().map(RateLimit::from),
         transmit_limit: wire.transmit_limit.as_ref().map(RateLimit::from),
     }

@@ -98,7 +98,7 @@ impl Image {
                 },
                 cmdline: cmdline.clone(),
             }),
-            Boot::Firmware { code, variables } => {
+            Boot::Firmware { code, variables, .. } => {
                 let code = File::from(fds.take(*code)?);
                 match variables {
                     Some(_) => Source::Uefi(code),

@@ -155,7 +155,7 @@ pub fn open(
     }
     let cmdline = match &spec.boot {
         Boot::Linux { cmdline, .. } => cmdline.clone(),
-        Boot::Disk { .. } | Boot::Firmware(_) => String::new(),
+        Boot::Disk { .. } | Boot::Firmware { .. } => String::new(),
     };
     let files = Files {
         kernel,
@@ -179,7 +179,7 @@ fn beyond(spec: &VmSpec, of_disks: usize) -> Option<Failure> {
     let has_initrd = match &spec.boot {
         Boot::Linux { initrd, .. } => initrd.is_some(),
         // As many: the code and the variables.
-        Boot::Disk { .. } | Boot::Firmware(_) => true,
+        Boot::Disk { .. } | Boot::Firmware { .. } => true,
     };
     let all = OTHER_FDS + usize::from(has_initrd) + nic_queues(spec) + of_disks + spec.shares.len();
     let too_many = all.checked_sub(MAX_FDS).filter(|too_many| *too_many > 0)?;

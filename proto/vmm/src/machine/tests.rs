@@ -59,7 +59,13 @@ fn a_machine_has_a_kernel_or_firmware() {
     };
     let valid = Machine::new(&firmware, 5).unwrap();
     let (code, variables) = (machine::FdIndex(1), Some(machine::FdIndex(4)));
-    assert_eq!(valid.boot, machine::Boot::Firmware { code, variables });
+    let menu_seconds = 0;
+    let expected = machine::Boot::Firmware {
+        code,
+        variables,
+        menu_seconds,
+    };
+    assert_eq!(valid.boot, expected);
     assert!(Machine::new(&firmware, 4).is_err());
     let both = vmm::MachineSpec {
         kernel: machine().kernel,

@@ -320,8 +320,8 @@ fn guest(instance: Option<&Instance>) -> Option<v1::GuestInfo> {
 /// The firmware that the VM starts with.
 fn firmware(record: &VmRecord, spec: &VmSpec) -> v1::FirmwareType {
     match spec.boot {
-        Boot::Firmware(Some(kind)) => kind.into(),
-        Boot::Firmware(None) => {
+        Boot::Firmware { kind: Some(kind), .. } => kind.into(),
+        Boot::Firmware { kind: None, .. } => {
             let chosen = record.hardware.as_ref().map_or(0, |hardware| hardware.firmware);
             v1::FirmwareType::try_from(chosen).unwrap_or_default()
         }

@@ -26,7 +26,7 @@ use vmmd_spec::{
     policy::ClockOnResume,
     resources::HugePages,
     share::Share,
-    vm::{Nic, VmSpec},
+    vm::{Boot, Nic, VmSpec},
 };
 use vmmd_store::{Hardware, NicHardware};
 
@@ -224,6 +224,10 @@ pub fn assemble(
         firmware: firmware.map(|firmware| vmm::Firmware {
             code_fd: fds.add(firmware.code.into()),
             variables_fd: firmware.variables.map(|file| fds.add(file.into())),
+            menu_seconds: match spec.boot {
+                Boot::Firmware { menu_seconds, .. } => menu_seconds,
+                Boot::Linux { .. } | Boot::Disk { .. } => 0,
+            },
         }),
         serial_log_fd: Some(fds.add(parts.serial.0)),
         serial_log_old_fd: Some(fds.add(parts.serial.1)),

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use vmmd_api::v1;
 use vmmd_host::{failure::Failure, image_process::Job};
 use vmmd_spec::{
-    disk::{Bus, Disk, Source},
+    disk::{BootOrder, Bus, Disk, Source},
     vm::{Boot, FirmwareType},
 };
 use vmmd_store::VmRecord;
@@ -37,7 +37,7 @@ enum Answer {
 ///
 /// `BOOT_LOADER_NOT_FOUND` when no disk can be booted, and `FIRMWARE_NOT_FOUND`.
 pub(super) async fn open(host: &Arc<Host>, plan: &mut Plan, files: &mut Files) -> Result<(), Failure> {
-    let Boot::Firmware(wanted) = plan.spec.boot else {
+    let Boot::Firmware { kind: wanted, .. } = plan.spec.boot else {
         note(&mut plan.record, None);
         return Ok(());
     };
@@ -73,7 +73,8 @@ fn note(record: &mut VmRecord, kind: Option<FirmwareType>) {
 /// The firmware of the first disk in the boot order that can be booted.
 async fn choose(host: &Arc<Host>, disks: &[Disk], opened: &[OpenDisk]) -> Result<FirmwareType, Failure> {
     let bootable = disks.iter().zip(opened);
-    let bootable = bootable.filter(|(disk, _)| disk.source != Source::Seed);
+    let mut bootable: Vec<_> = bootable.filter(|(disk, _)| disk.source != Source::Seed).collect();
+    BootOrder::sort(&mut bootable, |(disk, _)| disk.boot_order);
     let mut reasons = Vec::new();
     for (disk, opened) in bootable {
         let job = job(disk, opened).map_err(|error| failed("look for a boot loader on a disk", &error))?;

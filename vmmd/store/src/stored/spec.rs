@@ -242,6 +242,8 @@ stored! {
     FirmwareBoot of v1::FirmwareBoot {
         #[prost(int32, tag = "1")]
         r#type: i32,
+        #[prost(uint32, tag = "2")]
+        menu_seconds: u32,
     }
 }
 
@@ -300,6 +302,8 @@ stored! {
         bus: i32,
         #[prost(bool, tag = "17")]
         cdrom: bool,
+        #[prost(uint32, tag = "18")]
+        boot_order: u32,
     }
 }
 
@@ -341,6 +345,8 @@ stored! {
         backend: i32,
         #[prost(message, optional, tag = "15")]
         firewall: Option<NicFirewall>,
+        #[prost(uint32, tag = "20")]
+        boot_order: u32,
     }
 }
 

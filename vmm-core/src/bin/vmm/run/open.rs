@@ -91,8 +91,17 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
             };
             (Some(kernel), None)
         }
-        Boot::Firmware(Some(kind)) => (None, Some(open_firmware(&mut fds, *kind, files)?)),
-        Boot::Firmware(None) => bail!(
+        Boot::Firmware {
+            kind: Some(kind),
+            menu_seconds,
+        } => {
+            let firmware = vmm::Firmware {
+                menu_seconds: *menu_seconds,
+                ..open_firmware(&mut fds, *kind, files)?
+            };
+            (None, Some(firmware))
+        }
+        Boot::Firmware { kind: None, .. } => bail!(
             "spec.boot.firmware: the firmware is chosen by the daemon: set the type to UEFI or BIOS here"
         ),
         Boot::Disk { .. } => bail!(
