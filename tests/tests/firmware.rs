@@ -1,6 +1,7 @@
 //! Guests boot through the firmware of the node's distribution.
 
 use rstest::rstest;
+use serde_json::json;
 use vmmd_tests::storage::{Disk, Format};
 use vmmd_tests::vm::{Console, Vm, VmSpec};
 use vmmd_tests::{Case, Guests};
@@ -41,12 +42,21 @@ fn uefi_boots_the_second_disk_and_keeps_variables() {
     let (empty, boot) = disks(&case);
     let spec = VmSpec::firmware("UEFI")
         .memory_mib(512)
+        .set(
+            "/smbios",
+            json!({"serial": "SN-4711", "product": "Appliance 3", "assetTag": "rack-7"}),
+        )
         .with_disk(empty)
         .with_disk(boot);
     let vm = Vm::start(&case, "", &spec);
     let mut console = vm.console();
     booted(&mut console);
     knows_its_machine(&vm, &mut console);
+    let identity = console.run("cd /sys/class/dmi/id && cat product_serial product_name chassis_asset_tag");
+    assert_eq!(
+        identity.lines().collect::<Vec<_>>(),
+        ["SN-4711", "Appliance 3", "rack-7"]
+    );
     // The disks are those of the spec, in their order.
     console.run("test $(cat /sys/block/vda/size) = 16384 && test $(cat /sys/block/vdb/size) = 131072");
     // The first four bytes are attributes: kept without power, for the boot loader and the guest.

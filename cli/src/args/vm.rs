@@ -156,7 +156,9 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 32] = [
+const FLAGS: [&str; 34] = [
+    "smbios",
+    "timezone",
     "boot_menu",
     "kernel",
     "initrd",
@@ -233,6 +235,12 @@ pub struct Flags {
     /// Time in which firmware offers its boot menu on the serial console, in seconds: at most 60
     #[arg(long, value_name = "SECONDS", requires = "firmware")]
     pub boot_menu: Option<u32>,
+    /// Identity of the system in its SMBIOS tables: uuid=, serial=, manufacturer=, product=, version=, sku=, family=, asset-tag=
+    #[arg(long, value_name = "KEY=VALUE,…")]
+    pub smbios: Option<String>,
+    /// Time zone of the real-time clock, as in Europe/Copenhagen; localtime is the node's zone [default: UTC]
+    #[arg(long, value_name = "ZONE")]
+    pub timezone: Option<String>,
     /// Add a console beside the serial port, hvc0 in Linux: `vmmctl console --hvc`
     #[arg(long)]
     pub virtio_console: bool,

@@ -22,6 +22,7 @@ use super::{
     policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
     resources::{self, CpuSet, MemoryOptions},
     share::{MAX_SHARES, Share},
+    smbios::Smbios,
     topology::Topology,
 };
 
@@ -40,6 +41,8 @@ pub const MAX_CMDLINE: usize = 2047;
 pub const MAX_DISKS_AND_NICS: usize = 64;
 /// Most rate groups of a VM.
 pub const MAX_RATE_GROUPS: usize = 16;
+/// Longest name of a time zone in bytes.
+pub const MAX_ZONE: usize = 64;
 /// Longest name of a network interface in bytes (Linux' IFNAMSIZ less the final NUL).
 pub const MAX_IFNAME: usize = 15;
 
@@ -83,6 +86,10 @@ pub struct VmSpec {
     pub on_panic: OnPanic,
     /// Time of the guest's clock after a pause.
     pub clock: ClockOnResume,
+    /// Time zone of the real-time clock; empty for UTC.
+    pub timezone: String,
+    /// Identity in the SMBIOS tables.
+    pub smbios: Smbios,
     /// The balloon, if it has one.
     pub balloon: Option<Balloon>,
     /// The screen, if it has one.
@@ -314,6 +321,8 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let on_crash = OnCrash::new(&mut found, spec.on_crash);
         let on_panic = OnPanic::new(&mut found, spec.on_panic, run_policy);
         let clock = ClockOnResume::new(&mut found, spec.clock.as_ref());
+        let timezone = timezone(&mut found, spec.clock.as_ref());
+        let smbios = spec.smbios.as_ref().map(|wire| Smbios::new(&mut found, wire));
         let field = "spec.rateGroups";
         let rate_groups = list(
             &mut found,
@@ -376,6 +385,8 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 on_crash,
                 on_panic,
                 clock,
+                timezone,
+                smbios: smbios.unwrap_or_default(),
                 balloon,
                 display,
                 virtio_console: spec.virtio_console.is_some(),
@@ -521,6 +532,17 @@ pub(super) fn name(found: &mut Violations, field: &str, name: &str) -> Option<Na
     Name::try_from(name)
         .map_err(|error| found.add(field, format_args!("{error}, is \"{name}\"")))
         .ok()
+}
+
+/// The name of a time zone. Whether it exists is known to the node.
+fn timezone(found: &mut Violations, clock: Option<&v1::ClockSpec>) -> String {
+    let zone = clock.map_or("", |clock| clock.timezone.as_str());
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"/_+-".contains(&byte);
+    if zone.len() > MAX_ZONE || !zone.bytes().all(allowed) || zone.starts_with('/') {
+        let wanted = "must be a name as in \"Europe/Copenhagen\", or \"localtime\"";
+        found.add("spec.clock.timezone", wanted);
+    }
+    zone.to_owned()
 }
 
 fn memory_size(found: &mut Violations, bytes: u64) {

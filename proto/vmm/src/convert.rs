@@ -7,6 +7,7 @@ use vmmd_spec::{
     keyboard::Layout,
     pci,
     policy::OnCrash,
+    smbios::Smbios,
     vm::Nic,
 };
 
@@ -62,6 +63,19 @@ pub fn disk(disk: &Disk, format: Format) -> vmm::Disk {
         cdrom: disk.bus == Bus::Sata { cdrom: true },
         boot_order: disk.boot_order.map_or(0, Into::into),
         ..Default::default()
+    }
+}
+
+/// Texts of the SMBIOS tables.
+pub fn smbios(smbios: &Smbios) -> vmm::Smbios {
+    vmm::Smbios {
+        serial: smbios.serial.clone(),
+        manufacturer: smbios.manufacturer.clone(),
+        product: smbios.product.clone(),
+        version: smbios.version.clone(),
+        sku: smbios.sku.clone(),
+        family: smbios.family.clone(),
+        asset_tag: smbios.asset_tag.clone(),
     }
 }
 

@@ -17,6 +17,7 @@ use vmmd_spec::{
     policy::OnCrash,
     resources::{HugePages, MAX_NUMA_NODE, MemoryOptions},
     share::{MAX_SHARES, MAX_TAG},
+    smbios::{Smbios, is_text},
     topology::Topology,
     vm::{MAX_CMDLINE, MAX_DISKS_AND_NICS, MAX_MEMORY, MAX_MENU_SECONDS, MEMORY_STEP, MIN_MEMORY},
 };
@@ -70,6 +71,10 @@ pub struct Machine {
     pub on_crash: OnCrash,
     /// After a pause kvmclock continues with the host's real time.
     pub sync_clock: bool,
+    /// Texts of the SMBIOS tables; empty ones are the default. The UUID is [`Machine::uuid`].
+    pub smbios: Smbios,
+    /// Difference of the real-time clock to UTC: from a time on, in seconds of Unix time, so many seconds.
+    pub clock_offsets: Vec<(u64, i32)>,
 }
 
 /// How the guest of a machine begins.
@@ -153,6 +158,8 @@ pub const MAX_CHANNEL_NAME: usize = 64;
 pub const AGENT_CHANNEL: &str = "org.qemu.guest_agent.0";
 /// End of the PCI slots of bus 0.
 const FIRST_BUS_END: u32 = 32;
+/// Most changes of the real-time clock's difference to UTC.
+pub const MAX_CLOCK_OFFSETS: usize = 64;
 /// Longest chain of images below an overlay.
 pub const MAX_BACKING: usize = 16;
 
@@ -401,6 +408,8 @@ impl Machine {
             shares: shares(&mut claims, spec),
             on_crash: on_crash(&mut claims.found, spec.on_crash),
             sync_clock: spec.sync_clock,
+            smbios: smbios(&mut claims, spec.smbios.as_ref()),
+            clock_offsets: clock_offsets(&mut claims, &spec.clock_offsets),
         };
         let on_sata = |disk: &Disk| matches!(disk.place, DiskPlace::Sata { .. });
         if machine.disks.iter().any(on_sata) && !matches!(machine.boot, Boot::Firmware { .. }) {
@@ -504,6 +513,38 @@ fn boot(claims: &mut Claims, spec: &vmm::MachineSpec) -> Boot {
             }
         }
     }
+}
+
+fn smbios(claims: &mut Claims, wire: Option<&vmm::Smbios>) -> Smbios {
+    let wire = wire.cloned().unwrap_or_default();
+    let mut text = |text: String| {
+        if !is_text(&text) {
+            claims.add("smbios", format_args!("unsupported text {text:?}"));
+        }
+        text
+    };
+    Smbios {
+        uuid: None,
+        serial: text(wire.serial),
+        manufacturer: text(wire.manufacturer),
+        product: text(wire.product),
+        version: text(wire.version),
+        sku: text(wire.sku),
+        family: text(wire.family),
+        asset_tag: text(wire.asset_tag),
+    }
+}
+
+fn clock_offsets(claims: &mut Claims, wire: &[vmm::ClockOffset]) -> Vec<(u64, i32)> {
+    const DAY: u32 = 24 * 60 * 60;
+    let ascends = wire.is_sorted_by(|one, other| one.from < other.from);
+    let small = wire.iter().all(|offset| offset.seconds.unsigned_abs() <= DAY);
+    if wire.len() > MAX_CLOCK_OFFSETS || !ascends || !small {
+        let wrong = format_args!("at most {MAX_CLOCK_OFFSETS}, with ascending times, of a day at most");
+        claims.add("clock_offsets", wrong);
+        return Vec::new();
+    }
+    wire.iter().map(|offset| (offset.from, offset.seconds)).collect()
 }
 
 /// Records a violation for an unknown crash policy.

@@ -202,6 +202,18 @@ async fn auto_moves_with_the_vm() {
 }
 
 #[tokio::test]
+async fn clock_zone_must_exist_on_the_node() {
+    let daemon = Daemon::start().await;
+    let mut vm = daemon.manifest("web", "");
+    let clock = vm.spec.as_mut().unwrap().clock.get_or_insert_default();
+    clock.timezone = "Europe/Atlantis".into();
+    daemon.create(vm).await.unwrap();
+    let refused = daemon.start_vm("web").await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "TIMEZONE_NOT_FOUND");
+    assert_says(&refused, "apt install tzdata");
+}
+
+#[tokio::test]
 async fn sata_disks_come_and_go_while_the_vm_is_stopped() {
     let mut daemon = daemon(true).await;
     daemon.create(manifest(&daemon)).await.unwrap();

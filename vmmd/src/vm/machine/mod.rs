@@ -4,6 +4,7 @@
 pub mod change;
 pub mod limits;
 pub mod secret;
+pub mod zone;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -69,6 +70,8 @@ pub struct Parts {
     pub agent: Option<OwnedFd>,
     /// Connections to the processes of the spec's shares, in their order.
     pub shares: Vec<OwnedFd>,
+    /// Difference of its real-time clock to UTC.
+    pub clock_offsets: Vec<vmm::ClockOffset>,
     /// Pages that are free in the pool that its memory is to come from, as far as that can be told.
     pub free_huge_pages: Option<u64>,
 }
@@ -209,7 +212,9 @@ pub fn assemble(
     } = parts.files;
     let machine = MachineSpec {
         name: name.to_owned(),
-        uuid: uid.as_bytes().to_vec(),
+        uuid: spec.smbios.uuid.unwrap_or(uid).as_bytes().to_vec(),
+        smbios: Some(convert::smbios(&spec.smbios)),
+        clock_offsets: parts.clock_offsets,
         vcpus: spec.topology.cores(),
         memory_bytes: spec.memory_bytes,
         memory_shared: spec.shares_memory(),
@@ -497,6 +502,7 @@ mod tests {
                 hvc: Some(null()),
                 agent: Some(null()),
                 shares: spec.shares.iter().map(|_| null()).collect(),
+                clock_offsets: Vec::new(),
                 free_huge_pages: Some(7),
             };
             let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);

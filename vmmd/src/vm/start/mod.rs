@@ -336,6 +336,7 @@ async fn run(
         known: _,
         executable,
         limits: _,
+        clock_offsets,
         replaced: _replaced,
     } = checked;
     let Made {
@@ -398,6 +399,7 @@ async fn run(
             hvc,
             agent,
             shares: share_sockets,
+            clock_offsets,
             free_huge_pages,
         },
     );

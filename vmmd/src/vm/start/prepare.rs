@@ -11,6 +11,7 @@ use std::{
 };
 
 use uuid::Uuid;
+use vmm_protocol::vmm::ClockOffset;
 use vmmd_host::{
     capacity::{Demand, placement},
     cgroup::plan::Plan as Limits,
@@ -36,6 +37,8 @@ pub(super) struct Checked {
     pub(super) known: Known,
     pub(super) executable: File,
     pub(super) limits: Limits,
+    /// Difference of the real-time clock to UTC.
+    pub(super) clock_offsets: Vec<ClockOffset>,
     /// Images that the machine does not get: they stay locked until it runs with others.
     pub(super) replaced: Vec<OwnedFd>,
 }
@@ -98,6 +101,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     if let Some(path) = &spec.state_dir {
         StateDir::open(path, &host.config.roots.shares)?;
     }
+    let clock_offsets = machine::zone::offsets(&spec.timezone)?;
     let executable = host.open_vmm()?;
     let lock = RuntimeDir::of(&host.config, uid).lock();
     if lock::is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {
@@ -113,6 +117,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         known,
         executable,
         limits,
+        clock_offsets,
         replaced: Vec::new(),
     })
 }

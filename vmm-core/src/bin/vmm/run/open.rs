@@ -108,12 +108,17 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
             "spec.boot.fromDisk: the kernel on a disk is found by the daemon: give spec.boot.linux.kernel here"
         ),
     };
+    if !spec.timezone.is_empty() {
+        bail!("spec.clock.timezone: the daemon knows time zones: start the VM with vmmd, or leave it out");
+    }
+    let uuid = spec
+        .smbios
+        .uuid
+        .unwrap_or_else(|| uuid::Builder::from_custom_bytes(digest(&[name])).into_uuid());
     let machine = vmm::MachineSpec {
         name: name.to_owned(),
-        uuid: uuid::Builder::from_custom_bytes(digest(&[name]))
-            .into_uuid()
-            .as_bytes()
-            .to_vec(),
+        uuid: uuid.as_bytes().to_vec(),
+        smbios: Some(convert::smbios(&spec.smbios)),
         vcpus: spec.topology.cores(),
         memory_bytes: spec.memory_bytes,
         memory_shared: spec.shares_memory(),
