@@ -264,6 +264,39 @@ pub struct Detach {
     pub force: bool,
 }
 
+/// `insert`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl insert web cdrom /srv/iso/virtio-win.iso
+  vmmctl insert web cdrom drivers --force")]
+pub struct Insert {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub vm: String,
+    /// Name of the drive: a disk of the VM with `cdrom`
+    pub drive: String,
+    /// ISO image on the node, or the name of a disk that vmmd manages
+    #[arg(value_name = "PATH|DISK")]
+    pub medium: String,
+    /// Replace the present medium although the guest prevents its removal
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// `eject`.
+#[derive(Debug, Args)]
+pub struct Eject {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub vm: String,
+    /// Name of the drive: a disk of the VM with `cdrom`
+    pub drive: String,
+    /// Eject the medium although the guest prevents its removal
+    #[arg(long)]
+    pub force: bool,
+}
+
 /// `limit`.
 #[derive(Debug, Args)]
 #[command(

@@ -199,7 +199,7 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
         })?;
         disk.rate_limit = limits.limit();
     }
-    if disk.disk().is_empty() && disk.format == 0 {
+    if disk.source.is_some() && disk.disk().is_empty() && disk.format == 0 {
         disk.format = v1::DiskFormat::Raw.into();
     }
     if disk.name.is_empty() {
@@ -213,26 +213,26 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
 
 /// The CD-ROM drive number `index` of a VM, from the path of an ISO image or the name of a disk.
 pub fn cdrom(index: usize, medium: &str) -> v1::DiskSpec {
-    let is_path = medium.starts_with('/');
-    let format = if is_path {
-        v1::DiskFormat::Iso
-    } else {
-        v1::DiskFormat::Unspecified
-    };
+    let (source, format) = self::medium(medium);
     v1::DiskSpec {
         name: if index == 0 {
             "cdrom".to_owned()
         } else {
             format!("cdrom{index}")
         },
-        source: Some(match is_path {
-            true => Source::Path(medium.to_owned()),
-            false => Source::Disk(medium.to_owned()),
-        }),
+        source,
         format: format.into(),
         bus: v1::DiskBus::Sata.into(),
         cdrom: true,
         ..v1::DiskSpec::default()
+    }
+}
+
+/// A medium: the path of an ISO image, or the name of a disk.
+pub fn medium(medium: &str) -> (Option<Source>, v1::DiskFormat) {
+    match medium.starts_with('/') {
+        true => (Some(Source::Path(medium.to_owned())), v1::DiskFormat::Iso),
+        false => (Some(Source::Disk(medium.to_owned())), v1::DiskFormat::Unspecified),
     }
 }
 

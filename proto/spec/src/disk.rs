@@ -126,6 +126,8 @@ pub enum Source {
     },
     /// The seed of cloud-init, which the daemon makes.
     Seed,
+    /// None: a CD-ROM drive without a medium.
+    Empty,
 }
 
 /// How a disk image is to be read. Never guessed.
@@ -271,7 +273,7 @@ impl Disk {
     pub fn named(&self) -> Option<&Name> {
         match &self.source {
             Source::Disk { name, .. } => Some(name),
-            Source::Path { .. } | Source::Seed => None,
+            Source::Path { .. } | Source::Seed | Source::Empty => None,
         }
     }
 }
@@ -341,6 +343,12 @@ fn source(found: &mut Violations, field: &str, disk: &v1::DiskSpec) -> Option<So
                 return None;
             }
             Some(Source::Disk { name: name?, format })
+        }
+        None if disk.cdrom => {
+            if given {
+                found.add(&format_field, "must be left out in an empty CD-ROM drive");
+            }
+            Some(Source::Empty)
         }
         None => {
             found.add(

@@ -453,6 +453,7 @@ fn disks_together(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec) {
         Source::Path { path, .. } => ("path", path.display().to_string()),
         Source::Disk { name, .. } => ("disk", name.to_string()),
         Source::Seed => ("cloudInit", String::new()),
+        Source::Empty => ("medium", disk.name.to_string()),
     };
     let mut seen = BTreeMap::new();
     for disk in disks {

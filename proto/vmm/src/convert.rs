@@ -2,7 +2,7 @@
 
 use vmmd_spec::{
     balloon::Balloon,
-    disk::{Bus, Disk, Format, Limit, OnError, RateGroup, RateLimit},
+    disk::{Bus, Disk, Format, Limit, OnError, RateGroup, RateLimit, Source},
     display::Display,
     keyboard::Layout,
     pci,
@@ -61,6 +61,7 @@ pub fn disk(disk: &Disk, format: Format) -> vmm::Disk {
         rate_limit,
         rate_group,
         cdrom: disk.bus == Bus::Sata { cdrom: true },
+        empty: disk.source == Source::Empty,
         boot_order: disk.boot_order.map_or(0, Into::into),
         ..Default::default()
     }

@@ -188,8 +188,8 @@ pub struct BackingImage {
 pub struct Disk {
     /// Unique in the machine, not empty.
     pub name: String,
-    /// Image file or block device.
-    pub fd: FdIndex,
+    /// Image file or block device; `None` is a CD-ROM drive without a medium.
+    pub fd: Option<FdIndex>,
     /// How it is to be read.
     pub format: Format,
     /// The images below a qcow2 overlay, the nearest first.
@@ -682,7 +682,10 @@ fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: imp
         claims.add(&field, "serial too long");
     }
     let format = image_format(claims, &field, wire.format);
-    let fd = claims.fd(&field, wire.fd);
+    if wire.empty && !wire.cdrom {
+        claims.add(&field, "only a CD-ROM drive can be empty");
+    }
+    let fd = (!wire.empty).then(|| claims.fd(&field, wire.fd));
     Disk {
         name: wire.name.clone(),
         fd,

@@ -44,6 +44,7 @@ fn manifest(daemon: &Daemon) -> v1::Vm {
     let mut vm = daemon.manifest("web", "");
     let firmware = FirmwareBoot {
         r#type: FirmwareType::Uefi.into(),
+        ..FirmwareBoot::default()
     };
     vm.spec.as_mut().unwrap().boot = Some(v1::BootSpec {
         source: Some(Source::Firmware(firmware)),

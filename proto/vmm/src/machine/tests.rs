@@ -52,6 +52,7 @@ fn a_machine_has_a_kernel_or_firmware() {
     let firmware = vmm::MachineSpec {
         kernel: None,
         firmware: Some(vmm::Firmware {
+            menu_seconds: 0,
             code_fd: 1,
             variables_fd: Some(4),
         }),
@@ -70,6 +71,7 @@ fn a_machine_has_a_kernel_or_firmware() {
     let both = vmm::MachineSpec {
         kernel: machine().kernel,
         firmware: Some(vmm::Firmware {
+            menu_seconds: 0,
             code_fd: 4,
             variables_fd: Some(5),
         }),
@@ -268,6 +270,7 @@ fn sata_disk_has_a_port_of_its_own_in_a_machine_with_firmware() {
         spec.kernel = None;
         // Instead of the kernel, and one more.
         spec.firmware = Some(vmm::Firmware {
+            menu_seconds: 0,
             code_fd: 1,
             variables_fd: Some(5),
         });

@@ -117,6 +117,8 @@ pub struct Update {
     pub grace: Option<Duration>,
     /// The answer is sent when the live changes have begun.
     pub no_wait: bool,
+    /// Guests cannot keep the media of their drives.
+    pub force_media: bool,
     /// Who asks.
     pub context: Context,
 }

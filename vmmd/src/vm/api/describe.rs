@@ -412,7 +412,7 @@ fn disks(
         let name = disk.name.as_str();
         let known = attached.get(name).filter(|_| running);
         let (path, size) = match &disk.source {
-            DiskSource::Seed => (String::new(), 0),
+            DiskSource::Seed | DiskSource::Empty => (String::new(), 0),
             DiskSource::Path { path, .. } => (path.display().to_string(), 0),
             DiskSource::Disk { name, .. } => {
                 let resolved = host.disks.resolve(&host.disk_folder(), name.as_str());

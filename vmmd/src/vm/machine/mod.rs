@@ -21,7 +21,7 @@ use vmm_protocol::{
 use vmmd_host::failure::Failure;
 use vmmd_network::{self, Tap};
 use vmmd_spec::{
-    disk::{Bus, Disk},
+    disk::{Bus, Disk, Source},
     nic::Mac,
     pci,
     policy::ClockOnResume,
@@ -344,8 +344,12 @@ fn wire_nic(fds: &mut Descriptors, hardware: &Hardware, nic: &Nic, tap: Tap) -> 
 fn wire_disk(fds: &mut Descriptors, hardware: &Hardware, disk: &Disk, opened: OpenDisk) -> vmm::Disk {
     let slot = hardware.disk_slots.get(disk.name.as_str());
     let (pci_slot, sata_port) = convert::disk_address(slot.copied().unwrap_or_default());
+    let fd = match disk.source {
+        Source::Empty => 0,
+        _ => fds.add(opened.fd),
+    };
     vmm::Disk {
-        fd: fds.add(opened.fd),
+        fd,
         pci_slot,
         sata_port,
         backing: opened

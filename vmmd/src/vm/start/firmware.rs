@@ -73,7 +73,9 @@ fn note(record: &mut VmRecord, kind: Option<FirmwareType>) {
 /// The firmware of the first disk in the boot order that can be booted.
 async fn choose(host: &Arc<Host>, disks: &[Disk], opened: &[OpenDisk]) -> Result<FirmwareType, Failure> {
     let bootable = disks.iter().zip(opened);
-    let mut bootable: Vec<_> = bootable.filter(|(disk, _)| disk.source != Source::Seed).collect();
+    let mut bootable: Vec<_> = bootable
+        .filter(|(disk, _)| !matches!(disk.source, Source::Seed | Source::Empty))
+        .collect();
     BootOrder::sort(&mut bootable, |(disk, _)| disk.boot_order);
     let mut reasons = Vec::new();
     for (disk, opened) in bootable {

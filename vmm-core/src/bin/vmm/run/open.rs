@@ -23,7 +23,7 @@ use vmm_base::sys::{
 use vmm_core::memory::huge;
 use vmm_protocol::{convert, machine::AGENT_CHANNEL, vmm};
 use vmmd_spec::{
-    disk::{Bus, Cache, Disk, Source},
+    disk::{Bus, Cache, Disk, Format, Source},
     display::Display,
     nic::Mac,
     pci,
@@ -119,6 +119,7 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
         name: name.to_owned(),
         uuid: uuid.as_bytes().to_vec(),
         smbios: Some(convert::smbios(&spec.smbios)),
+        clock_offsets: Vec::new(),
         vcpus: spec.topology.cores(),
         memory_bytes: spec.memory_bytes,
         memory_shared: spec.shares_memory(),
@@ -206,6 +207,14 @@ fn open_disk(fds: &mut Fds, address: u32, disk: &Disk) -> Result<vmm::Disk> {
     if disk.source == Source::Seed {
         bail!("spec.cloudInit: the seed of cloud-init is made by the daemon: leave it out here");
     }
+    if disk.source == Source::Empty {
+        let (pci_slot, sata_port) = convert::disk_address(address);
+        return Ok(vmm::Disk {
+            pci_slot,
+            sata_port,
+            ..convert::disk(disk, Format::Iso)
+        });
+    }
     let Source::Path {
         path,
         format,
@@ -250,6 +259,7 @@ fn open_firmware(fds: &mut Fds, kind: FirmwareType, files: &FirmwareFiles) -> Re
         return Ok(vmm::Firmware {
             code_fd: fds.add(open("BIOS", &files.bios, false)?),
             variables_fd: None,
+            ..vmm::Firmware::default()
         });
     }
     let Some(variables) = &files.variables else {
@@ -260,6 +270,7 @@ fn open_firmware(fds: &mut Fds, kind: FirmwareType, files: &FirmwareFiles) -> Re
     Ok(vmm::Firmware {
         code_fd: fds.add(open("UEFI code", &files.code, false)?),
         variables_fd: Some(fds.add(open("UEFI variables", variables, true)?)),
+        ..vmm::Firmware::default()
     })
 }
 
