@@ -4,6 +4,7 @@
 mod failures;
 mod firmware;
 mod fork;
+mod iso;
 mod kernel;
 mod prepare;
 pub(in crate::vm) mod rollback;
