@@ -28,7 +28,9 @@ use super::{
 
 const MIB: u64 = 1 << 20;
 /// Least guest RAM in bytes.
-pub const MIN_MEMORY: u64 = 128 * MIB;
+pub const MIN_MEMORY: u64 = 64 * MIB;
+/// Least guest RAM of a VM that may boot through UEFI, in bytes.
+pub const MIN_UEFI_MEMORY: u64 = 128 * MIB;
 /// Most guest RAM in bytes.
 pub const MAX_MEMORY: u64 = 4 << 40;
 /// Guest RAM is a multiple of this many bytes.
@@ -295,6 +297,14 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let backing = backing(&mut found, memory.backing);
         let memory = resources::memory(&mut found, &memory, backing);
         let boot = boot(&mut found, spec);
+        let may_be_uefi = match &boot {
+            Some(Boot::Firmware { kind, .. }) => *kind != Some(FirmwareType::Bios),
+            _ => false,
+        };
+        if may_be_uefi && (MIN_MEMORY..MIN_UEFI_MEMORY).contains(&memory_bytes) {
+            let least = format_args!("must be at least 128 MiB ({MIN_UEFI_MEMORY}) with UEFI firmware");
+            found.add("spec.memory.sizeBytes", least);
+        }
         let mut disks = list(
             &mut found,
             "spec.disks",
@@ -551,7 +561,7 @@ fn memory_size(found: &mut Violations, bytes: u64) {
     if !(MIN_MEMORY..=MAX_MEMORY).contains(&bytes) {
         found.add(
             field,
-            format_args!("must be 128 MiB to 4 TiB ({MIN_MEMORY} to {MAX_MEMORY}), is {bytes}"),
+            format_args!("must be 64 MiB to 4 TiB ({MIN_MEMORY} to {MAX_MEMORY}), is {bytes}"),
         );
     } else if !bytes.is_multiple_of(MEMORY_STEP) {
         found.add(
