@@ -94,8 +94,13 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
             apply::diff(&client().await?, &documents).await?;
         }
         Command::Run(args) => run::run(&client().await?, &args).await?,
-        Command::Start(Start { act, no_wait }) => {
-            act::run(&client().await?, &act, &Verb::Start { no_wait }).await?;
+        Command::Start(Start {
+            act,
+            no_wait,
+            reset_nvram,
+        }) => {
+            let verb = Verb::Start { no_wait, reset_nvram };
+            act::run(&client().await?, &act, &verb).await?;
         }
         Command::Stop(Stop {
             act,

@@ -86,6 +86,34 @@ async fn variables_live_from_the_first_start_to_the_deletion() {
 }
 
 #[tokio::test]
+async fn a_start_can_begin_with_new_variables_and_another_choice() {
+    let daemon = daemon(true).await;
+    let vm = daemon
+        .create(chosen(&daemon, &[("root", "uefi", false)]))
+        .await
+        .unwrap();
+    let start = |reset_nvram| v1::StartVmRequest {
+        name: "web".into(),
+        reset_nvram,
+        ..Default::default()
+    };
+    daemon.client().start_vm(start(false)).await.unwrap();
+    let refused = daemon.client().start_vm(start(true)).await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "VM_NOT_STOPPED");
+    daemon.kill_vm("web").await.unwrap();
+    let file = variables(&daemon, &vm);
+    fs::write(&file, [4; 4096]).unwrap();
+    daemon.client().start_vm(start(true)).await.unwrap();
+    assert_eq!(fs::read(&file).unwrap(), [2; 4096]);
+    daemon.kill_vm("web").await.unwrap();
+    fs::write(daemon.path("root"), "bios".repeat(1 << 18)).unwrap();
+    fs::write(daemon.path("bios"), [1; 4096]).unwrap();
+    let started = daemon.client().start_vm(start(true)).await.unwrap().into_inner();
+    assert_eq!(has(&started.vm.unwrap()), FirmwareType::Bios);
+    assert!(!file.exists());
+}
+
+#[tokio::test]
 async fn a_clone_has_variables_of_its_own() {
     let daemon = daemon(true).await;
     let vm = daemon.create(manifest(&daemon)).await.unwrap();

@@ -59,6 +59,8 @@ pub struct Life {
     pub evacuate: bool,
     /// Of a start: the snapshot that the VM is restored from. Refused unless the VM is down.
     pub restore: Option<Box<Restore>>,
+    /// Of a start: the firmware begins with new variables. Refused unless the VM is down.
+    pub reset_nvram: bool,
     /// Where the answer goes.
     pub reply: LifeReply,
 }
@@ -73,6 +75,7 @@ impl Life {
             deadline: None,
             evacuate: false,
             restore: None,
+            reset_nvram: false,
             reply,
         }
     }

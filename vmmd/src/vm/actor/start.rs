@@ -39,7 +39,13 @@ use crate::{
 };
 
 impl Actor {
-    pub(super) async fn begin_start(&mut self, operation: Handle, restore: Option<Box<Restore>>) {
+    /// `reset_nvram`: the firmware begins with new variables.
+    pub(super) async fn begin_start(
+        &mut self,
+        operation: Handle,
+        restore: Option<Box<Restore>>,
+        reset_nvram: bool,
+    ) {
         let receives = restore.as_ref().is_some_and(|restore| restore.stream);
         if self.handover().is_under_way() && !receives {
             let message = format!("VM \"{}\" is being migrated", self.record.name);
@@ -90,6 +96,7 @@ impl Actor {
             lingers,
             offline: Arc::clone(&self.disks.offline),
             restore,
+            reset_nvram,
         };
         let cancel = CancellationToken::new();
         let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()).in_current_span());

@@ -41,7 +41,9 @@ pub(super) async fn open(host: &Arc<Host>, plan: &mut Plan, files: &mut Files) -
         note(&mut plan.record, None);
         return Ok(());
     };
-    let kind = match wanted.or_else(|| noted(&plan.record)) {
+    let reset = plan.reset_nvram;
+    let chosen = noted(&plan.record).filter(|_| !reset);
+    let kind = match wanted.or(chosen) {
         Some(kind) => kind,
         None => choose(host, &plan.spec.disks, &files.disks).await?,
     };
@@ -49,6 +51,11 @@ pub(super) async fn open(host: &Arc<Host>, plan: &mut Plan, files: &mut Files) -
     let (host, uid) = (Arc::clone(host), plan.uid);
     let opened = blocking(move || {
         let variables = VariablesDir::of(&host.config, uid);
+        if reset {
+            variables
+                .remove()
+                .map_err(|error| failed("remove the firmware's variables", &error))?;
+        }
         files::firmware::open(&host.config.firmware, kind, &variables)
     });
     files.firmware = Some(opened.await?);

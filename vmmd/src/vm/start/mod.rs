@@ -103,6 +103,8 @@ pub struct Plan {
     pub offline: Arc<Mutex<()>>,
     /// Source of a restore; without it the machine boots.
     pub restore: Option<Box<Restore>>,
+    /// The firmware begins with new variables, and that of FIRMWARE_TYPE_AUTO is chosen again.
+    pub reset_nvram: bool,
 }
 
 impl Plan {
@@ -292,6 +294,7 @@ async fn run(
         lingers,
         offline: _,
         restore,
+        reset_nvram: _,
     } = plan;
     let name = record.name.clone();
     let hardware = record.instance.as_ref().and_then(|run| run.hardware.clone());
