@@ -126,7 +126,7 @@ async fn managed_disk_is_held_while_it_is_a_medium() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn guest_that_prevents_the_removal_keeps_its_medium_until_forced() {
+async fn guest_that_prevents_removal_keeps_its_medium_until_forced() {
     let (daemon, _) = with_drive(true).await;
     let vm = insert(&daemon, "a.iso", 1 << 20).await;
     let left = pending(&vm);
