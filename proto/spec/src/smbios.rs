@@ -78,9 +78,9 @@ impl Smbios {
 mod tests {
     use super::*;
 
-    fn violations(wire: v1::SmbiosSpec) -> Vec<String> {
+    fn violations(wire: &v1::SmbiosSpec) -> Vec<String> {
         let mut found = Violations::default();
-        Smbios::new(&mut found, &wire);
+        Smbios::new(&mut found, wire);
         found.0.into_iter().map(|violation| violation.field).collect()
     }
 
@@ -88,7 +88,7 @@ mod tests {
     fn uuid_is_in_its_canonical_form_and_present() {
         let of = |uuid: &str| {
             let uuid = uuid.to_owned();
-            violations(v1::SmbiosSpec {
+            violations(&v1::SmbiosSpec {
                 uuid,
                 ..Default::default()
             })
@@ -118,6 +118,6 @@ mod tests {
             asset_tag: "\t".into(),
             ..Default::default()
         };
-        assert_eq!(violations(wire), ["spec.smbios.serial", "spec.smbios.assetTag"]);
+        assert_eq!(violations(&wire), ["spec.smbios.serial", "spec.smbios.assetTag"]);
     }
 }

@@ -143,7 +143,7 @@ fn each_kind_of_change_has_its_verdict() {
                 s.clock = Some(v1::ClockSpec {
                     on_resume: 2,
                     ..Default::default()
-                })
+                });
             },
             &["spec.clock.onResume restart"],
         ),
@@ -240,7 +240,7 @@ fn each_kind_of_change_has_its_verdict() {
                 s.clock = Some(v1::ClockSpec {
                     on_resume: 1,
                     ..Default::default()
-                })
+                });
             },
             &[],
         ),
