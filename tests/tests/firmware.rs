@@ -1,6 +1,7 @@
 //! Guests boot through the firmware of the node's distribution.
 
 use rstest::rstest;
+use serde_json::json;
 use vmmd_tests::storage::{Disk, Format};
 use vmmd_tests::vm::{Console, Vm, VmSpec};
 use vmmd_tests::{Case, Guests};
@@ -41,12 +42,21 @@ fn uefi_boots_the_second_disk_and_keeps_variables() {
     let (empty, boot) = disks(&case);
     let spec = VmSpec::firmware("UEFI")
         .memory_mib(512)
+        .set(
+            "/smbios",
+            json!({"serial": "SN-4711", "product": "Appliance 3", "assetTag": "rack-7"}),
+        )
         .with_disk(empty)
         .with_disk(boot);
     let vm = Vm::start(&case, "", &spec);
     let mut console = vm.console();
     booted(&mut console);
     knows_its_machine(&vm, &mut console);
+    let identity = console.run("cd /sys/class/dmi/id && cat product_serial product_name chassis_asset_tag");
+    assert_eq!(
+        identity.lines().collect::<Vec<_>>(),
+        ["SN-4711", "Appliance 3", "rack-7"]
+    );
     // The disks are those of the spec, in their order.
     console.run("test $(cat /sys/block/vda/size) = 16384 && test $(cat /sys/block/vdb/size) = 131072");
     // The first four bytes are attributes: kept without power, for the boot loader and the guest.
@@ -87,14 +97,16 @@ fn uefi_boots_the_second_disk_and_keeps_variables() {
 #[rstest]
 #[case::virtio("DISK_BUS_VIRTIO")]
 #[case::sata("DISK_BUS_SATA")]
-fn bios_boots_the_first_disk_by_its_mbr(#[case] bus: &str) {
+fn bios_boots_the_first_disk_of_the_order(#[case] bus: &str) {
     let is_sata = bus == "DISK_BUS_SATA";
     let case = Case::new("bios");
     let (empty, boot) = disks(&case);
-    let mut spec = VmSpec::firmware("BIOS")
-        .memory_mib(256)
-        .with_disk(boot.with("bus", bus))
-        .with_disk(empty);
+    // It tries one disk alone: that of the first position, or the first.
+    let mut spec = VmSpec::firmware("BIOS").memory_mib(256);
+    spec = match is_sata {
+        true => spec.with_disk(boot.with("bus", bus)).with_disk(empty),
+        false => spec.with_disk(empty).with_disk(boot.with("bootOrder", 1)),
+    };
     if is_sata {
         let cd = format!("{}/cd.iso", case.folder());
         case.node().sh(&format!(

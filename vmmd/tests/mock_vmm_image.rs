@@ -35,6 +35,9 @@ fn main() {
     if command == "boot" {
         boot();
     }
+    if command == "firmware" {
+        firmware();
+    }
     let image = File::from(owned(i32::try_from(value("--fd").unwrap()).unwrap()));
     let size = value("--size").unwrap();
     if program.ends_with("image-fails") {
@@ -92,6 +95,25 @@ fn boot() -> ! {
     println!(
         "{{\"kernel\": \"/boot/vmlinuz\", \"initrd_bytes\": 0, \"cmdline\": \"{words}\", \"by\": \"a link\"}}"
     );
+    process::exit(0);
+}
+
+/// A disk that begins with "uefi" or "bios" boots by that firmware; as a CD-ROM with "cd-" before it.
+fn firmware() -> ! {
+    let disk = File::from(owned(3));
+    let mut head = [0; 7];
+    disk.read_exact_at(&mut head, 0).unwrap();
+    assert!(disk.write_at(&head, 0).is_err(), "it is not to be written to");
+    let is_cdrom = env::args().any(|argument| argument == "--cdrom");
+    let kind = match (is_cdrom, &head) {
+        (false, [b'u', b'e', b'f', b'i', ..]) | (true, b"cd-uefi") => "uefi",
+        (false, [b'b', b'i', b'o', b's', ..]) | (true, b"cd-bios") => "bios",
+        _ => {
+            eprintln!("vmm-image: it has no EFI system partition and no boot sector");
+            process::exit(1);
+        }
+    };
+    println!("{{\"firmware\": \"{kind}\"}}");
     process::exit(0);
 }
 

@@ -33,6 +33,8 @@ pub fn canonical(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
             ("get node", false)
         }
         ("image", "import") => ("create image", true),
+        ("media", "insert") => ("insert", true),
+        ("media", "eject") => ("eject", true),
         ("image", verb) => (
             of_kind(verb, ["get image", "", "", "describe image", "delete image"]),
             true,

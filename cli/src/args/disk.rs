@@ -202,6 +202,9 @@ pub struct Attach {
     /// A CD-ROM drive on the bus sata, with the disk or file as its medium
     #[arg(long)]
     pub cdrom: bool,
+    /// Position in the boot order of firmware, 1 to 16 [default: behind all disks with a position]
+    #[arg(long, value_name = "N")]
+    pub boot_order: Option<u32>,
     /// Serial that the guest reads (/dev/disk/by-id/virtio-SERIAL); the name when not given
     #[arg(long)]
     pub serial: Option<String>,
@@ -257,6 +260,39 @@ pub struct Detach {
     pub timeout: Option<Duration>,
     /// Remove the disk even when the guest has not released it in time: the guest loses unwritten
     /// data
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// `insert`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl insert web cdrom /srv/iso/virtio-win.iso
+  vmmctl insert web cdrom drivers --force")]
+pub struct Insert {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub vm: String,
+    /// Name of the drive: a disk of the VM with `cdrom`
+    pub drive: String,
+    /// ISO image on the node, or the name of a disk that vmmd manages
+    #[arg(value_name = "PATH|DISK")]
+    pub medium: String,
+    /// Replace the present medium although the guest prevents its removal
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// `eject`.
+#[derive(Debug, Args)]
+pub struct Eject {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub vm: String,
+    /// Name of the drive: a disk of the VM with `cdrom`
+    pub drive: String,
+    /// Eject the medium although the guest prevents its removal
     #[arg(long)]
     pub force: bool,
 }

@@ -136,6 +136,10 @@ pub enum Command {
     Attach(Box<disk::Attach>),
     /// Remove disks from a VM; the guest of a running VM is asked to release them first
     Detach(disk::Detach),
+    /// Put a medium into a CD-ROM drive of a VM, also while the VM runs
+    Insert(disk::Insert),
+    /// Take the medium out of a CD-ROM drive of a VM, also while the VM runs
+    Eject(disk::Eject),
     /// Change the throughput limits of a disk of a VM, or of a group of disks
     Limit(disk::Limit),
     /// Change the resources of a VM

@@ -39,6 +39,9 @@ pub struct Start {
     /// Do not wait for the end: print the operation
     #[arg(long)]
     pub no_wait: bool,
+    /// Begin with new UEFI variables: boot entries and enrolled keys are lost
+    #[arg(long)]
+    pub reset_nvram: bool,
 }
 
 /// How a run ends.

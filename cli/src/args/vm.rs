@@ -22,6 +22,11 @@ const FIRMWARES: Words<v1::FirmwareType> = &[
         v1::FirmwareType::Bios,
         "BIOS: SeaBIOS of the node, for disks with an MBR",
     ),
+    (
+        "auto",
+        v1::FirmwareType::Auto,
+        "The one that the disks need, chosen at the first start",
+    ),
 ];
 /// Run policies.
 const RUN_POLICIES: Words<RunPolicy> = &[
@@ -151,7 +156,10 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 31] = [
+const FLAGS: [&str; 34] = [
+    "smbios",
+    "timezone",
+    "boot_menu",
     "kernel",
     "initrd",
     "from_disk",
@@ -194,8 +202,8 @@ pub struct Flags {
     /// Initial RAM disk on the node
     #[arg(long, value_name = "PATH")]
     pub initrd: Option<String>,
-    /// Boot the kernel that is installed on the first disk
-    #[arg(long, conflicts_with_all = ["kernel", "initrd"])]
+    /// Boot the kernel that is installed on the first disk, without firmware
+    #[arg(long, visible_alias = "fast-boot", conflicts_with_all = ["kernel", "initrd"])]
     pub from_disk: bool,
     /// Boot through firmware, which starts the boot loader on a disk
     #[arg(long, value_name = "TYPE", value_parser = words(FIRMWARES), conflicts_with_all = ["kernel", "initrd", "from_disk", "cmdline"])]
@@ -209,7 +217,7 @@ pub struct Flags {
     pub memory: u64,
     /// Disk: a raw image or block device on the node, or disk=NAME for a disk that vmmd manages, or
     /// path=/srv/a.qcow2,format=qcow2. More keys, as in `vmmctl attach`: name, any-content, serial, readonly, bus, cdrom, cache,
-    /// queues, block-size, on-error, bps, iops, burst, burst-ops, rate-group
+    /// queues, block-size, on-error, boot-order, bps, iops, burst, burst-ops, rate-group
     #[arg(long = "disk", value_name = "PATH|KEY=VALUE,…")]
     pub disks: Vec<String>,
     /// Limit that several disks share (rate-group=NAME in --disk): name=NAME[,bps=100Mi][,iops=500][,burst=…][,burst-ops=…]
@@ -224,6 +232,15 @@ pub struct Flags {
     /// Return pages that the guest has freed to the node at once
     #[arg(long)]
     pub free_page_reporting: bool,
+    /// Time in which firmware offers its boot menu on the serial console, in seconds: at most 60
+    #[arg(long, value_name = "SECONDS", requires = "firmware")]
+    pub boot_menu: Option<u32>,
+    /// Identity of the system in its SMBIOS tables: uuid=, serial=, manufacturer=, product=, version=, sku=, family=, asset-tag=
+    #[arg(long, value_name = "KEY=VALUE,…")]
+    pub smbios: Option<String>,
+    /// Time zone of the real-time clock, as in Europe/Copenhagen; localtime is the node's zone [default: UTC]
+    #[arg(long, value_name = "ZONE")]
+    pub timezone: Option<String>,
     /// Add a console beside the serial port, hvc0 in Linux: `vmmctl console --hvc`
     #[arg(long)]
     pub virtio_console: bool,
@@ -246,7 +263,7 @@ pub struct Guest {
     pub cdroms: Vec<String>,
     /// Network interface: network=lan, bridge=br0 or tap=tap0. In a network: address=10.80.0.9,
     /// publish=8080:80+53/udp (ports of the node that lead to the VM). More keys: name=eth0,
-    /// mac=52:54:00:12:34:56, queues=4, mtu=9000, backend=vhost (the node's kernel carries its
+    /// mac=52:54:00:12:34:56, queues=4, mtu=9000, boot-order=2, backend=vhost (the node's kernel carries its
     /// packets), link=down, off=tso+uso (offloads to hide from the guest: checksum, tso, uso,
     /// merge), rx-bps=100Mi, rx-pps=20000, tx-bps=…, tx-pps=… (limits on received and sent traffic,
     /// in bytes and packets a second)
@@ -342,6 +359,7 @@ Examples:
   vmmctl run debian13 --name web --cpus 2 --memory 2Gi --disk-size 20Gi --network lan --publish 8080:80 \\
     --ssh-key ~/.ssh/id_ed25519.pub --wait
   vmmctl run debian13 --user-data web.yaml --console
+  vmmctl run debian13 --fast-boot --cmdline quiet
   vmmctl stop web && vmmctl delete vm web --with-disks")]
 pub struct Run {
     /// Image of the VM's disk
@@ -362,13 +380,16 @@ pub struct Run {
     /// Kernel on the node instead of the one on the disk: a bzImage, or an ELF file with a PVH entry
     #[arg(long, value_name = "PATH", requires = "cmdline")]
     pub kernel: Option<String>,
-    /// Boot through firmware, which starts the boot loader on the disk
-    #[arg(long, value_name = "TYPE", value_parser = words(FIRMWARES), conflicts_with_all = ["kernel", "cmdline"])]
+    /// Firmware, which starts the boot loader on the disk (auto when not given)
+    #[arg(long, value_name = "TYPE", value_parser = words(FIRMWARES), conflicts_with_all = ["kernel", "fast_boot", "cmdline"])]
     pub firmware: Option<v1::FirmwareType>,
+    /// Boot the kernel that is installed on the disk without firmware, if the configuration of the boot loader can be read
+    #[arg(long, conflicts_with = "kernel")]
+    pub fast_boot: bool,
     /// Initial RAM disk on the node, for that kernel
     #[arg(long, value_name = "PATH", requires = "kernel")]
     pub initrd: Option<String>,
-    /// Kernel command line; for the kernel on the disk, text to append to its own command line
+    /// Kernel command line for --kernel; with --fast-boot, text to append to the disk's own command line
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub cmdline: Option<String>,
     #[command(flatten)]

@@ -115,6 +115,8 @@ pub enum Verb {
     Start {
         /// Do not wait for the end.
         no_wait: bool,
+        /// Begin with new UEFI variables.
+        reset_nvram: bool,
     },
     /// Stop it; `true` for a shutdown of the node.
     Stop(Ending, bool),
@@ -172,7 +174,7 @@ impl Verb {
     pub async fn carry_out(&self, client: &Client, name: &str) -> Result<Done> {
         let name = name.to_owned();
         match *self {
-            Self::Start { no_wait } => start(client, name, no_wait).await,
+            Self::Start { no_wait, reset_nvram } => start(client, name, no_wait, reset_nvram).await,
             Self::Stop(ending, evacuate) => stop(client, name, ending, evacuate).await,
             Self::Restart(ending) => restart(client, name, ending).await,
             Self::Reset => {
@@ -213,10 +215,11 @@ pub fn is_down(phase: VmPhase) -> bool {
     matches!(phase, VmPhase::Pending | VmPhase::Stopped | VmPhase::Failed)
 }
 
-async fn start(client: &Client, name: String, no_wait: bool) -> Result<Done> {
+async fn start(client: &Client, name: String, no_wait: bool, reset_nvram: bool) -> Result<Done> {
     let request = v1::StartVmRequest {
         name,
         no_wait,
+        reset_nvram,
         timeout: client.timeout().map(Into::into),
         ..Default::default()
     };

@@ -3,7 +3,7 @@
 use vmmd_api::v1::{self, boot_spec::Source as Boot};
 use vmmd_spec::vm::Manifest;
 
-use super::{apply, cloud_init, disk, disk_spec, nic_spec, share_spec, work::guarded};
+use super::{apply, cloud_init, disk, disk_spec, keys, nic_spec, share_spec, work::guarded};
 use crate::{
     args::{
         Output,
@@ -56,6 +56,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
     let boot = match (flags.firmware, flags.from_disk) {
         (Some(firmware), _) => Boot::Firmware(v1::FirmwareBoot {
             r#type: firmware.into(),
+            menu_seconds: flags.boot_menu.unwrap_or_default(),
         }),
         (None, true) => Boot::FromDisk(v1::DiskBoot {
             disk: String::new(),
@@ -86,6 +87,11 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             target_bytes: 0,
         }),
         virtio_console: flags.virtio_console.then_some(v1::VirtioConsoleSpec {}),
+        clock: flags.timezone.clone().map(|timezone| v1::ClockSpec {
+            timezone,
+            ..v1::ClockSpec::default()
+        }),
+        smbios: flags.smbios.as_deref().map(smbios).transpose()?,
         ..of_guest(guest, &guest.nics)?
     };
     let vm = v1::Vm {
@@ -103,6 +109,28 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
         return Err(failure);
     }
     Ok(vm)
+}
+
+/// The identity that `--smbios` describes.
+fn smbios(text: &str) -> Result<v1::SmbiosSpec> {
+    const KEYS: &str = "uuid=, serial=, manufacturer=, product=, version=, sku=, family=, asset-tag=";
+    let mut smbios = v1::SmbiosSpec::default();
+    keys::each("--smbios", text, KEYS, |key, value| {
+        let field = match key {
+            "uuid" => &mut smbios.uuid,
+            "serial" => &mut smbios.serial,
+            "manufacturer" => &mut smbios.manufacturer,
+            "product" => &mut smbios.product,
+            "version" => &mut smbios.version,
+            "sku" => &mut smbios.sku,
+            "family" => &mut smbios.family,
+            "asset-tag" => &mut smbios.asset_tag,
+            _ => return Ok(false),
+        };
+        value.unwrap_or_default().clone_into(field);
+        Ok(true)
+    })?;
+    Ok(smbios)
 }
 
 /// The CD-ROM drives that the flags of `create vm` and `run` describe. They follow the disks, which firmware tries first.

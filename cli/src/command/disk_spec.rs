@@ -13,8 +13,8 @@ use crate::{
 };
 
 /// Keys of `--disk` besides a path.
-const KEYS: &str = "name=, path=, beneath=, disk=, format=, any-content, serial=, readonly, bus=, cdrom, cache=, queues=, block-size=, on-error=, bps=, \
-                    iops=, burst=, burst-ops=, rate-group=";
+const KEYS: &str = "name=, path=, beneath=, disk=, format=, any-content, serial=, readonly, bus=, cdrom, cache=, queues=, block-size=, on-error=, boot-order=, \
+                    bps=, iops=, burst=, burst-ops=, rate-group=";
 
 impl Limits {
     /// Whether no limit is given.
@@ -105,6 +105,7 @@ pub fn from_flags(args: &Attach) -> Result<v1::DiskSpec> {
         beneath: String::new(),
         bus: args.bus.unwrap_or_default().into(),
         cdrom: args.cdrom,
+        boot_order: args.boot_order.unwrap_or_default(),
     };
     let mut found = Violations::default();
     Disk::new(&mut found, "disk", &disk);
@@ -122,7 +123,8 @@ pub fn valid(found: Violations, message: &str) -> Result<()> {
 
 /// Replaces the field names of a request in a failure by the options that set them.
 pub fn in_options(mut failure: Failure) -> Failure {
-    const OPTIONS: [(&str, &str); 23] = [
+    const OPTIONS: [(&str, &str); 24] = [
+        ("bootOrder", "--boot-order"),
         ("name", "NAME"),
         ("path", "--path"),
         ("disk", "--disk"),
@@ -197,7 +199,7 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
         })?;
         disk.rate_limit = limits.limit();
     }
-    if disk.disk().is_empty() && disk.format == 0 {
+    if disk.source.is_some() && disk.disk().is_empty() && disk.format == 0 {
         disk.format = v1::DiskFormat::Raw.into();
     }
     if disk.name.is_empty() {
@@ -211,26 +213,26 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
 
 /// The CD-ROM drive number `index` of a VM, from the path of an ISO image or the name of a disk.
 pub fn cdrom(index: usize, medium: &str) -> v1::DiskSpec {
-    let is_path = medium.starts_with('/');
-    let format = if is_path {
-        v1::DiskFormat::Iso
-    } else {
-        v1::DiskFormat::Unspecified
-    };
+    let (source, format) = self::medium(medium);
     v1::DiskSpec {
         name: if index == 0 {
             "cdrom".to_owned()
         } else {
             format!("cdrom{index}")
         },
-        source: Some(match is_path {
-            true => Source::Path(medium.to_owned()),
-            false => Source::Disk(medium.to_owned()),
-        }),
+        source,
         format: format.into(),
         bus: v1::DiskBus::Sata.into(),
         cdrom: true,
         ..v1::DiskSpec::default()
+    }
+}
+
+/// A medium: the path of an ISO image, or the name of a disk.
+pub fn medium(medium: &str) -> (Option<Source>, v1::DiskFormat) {
+    match medium.starts_with('/') {
+        true => (Some(Source::Path(medium.to_owned())), v1::DiskFormat::Iso),
+        false => (Some(Source::Disk(medium.to_owned())), v1::DiskFormat::Unspecified),
     }
 }
 
@@ -248,6 +250,7 @@ fn set(disk: &mut v1::DiskSpec, key: &str, value: &str) -> Result<bool, String> 
         "cache" => disk.cache = word(CACHES, value)?.into(),
         "on-error" => disk.on_error = word(ERROR_POLICIES, value)?.into(),
         "queues" => disk.queues = number(value)?,
+        "boot-order" => disk.boot_order = number(value)?,
         "block-size" => {
             disk.logical_block_bytes = u32::try_from(bytes(value)?).map_err(|_| "must be 512 or 4096")?;
         }

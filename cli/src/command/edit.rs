@@ -35,6 +35,7 @@ pub async fn vm(client: &Client, args: &EditVm) -> Result<()> {
         restart: args.restart.restart,
         grace: args.restart.grace,
         dry_run: false,
+        force_media: false,
     };
     object("vm", &args.name, text, async |object| {
         let Object::Vm(mut vm) = object else {

@@ -85,6 +85,7 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
                 dry_run: args.dry_run,
                 restart: args.restart,
                 grace: args.grace,
+                force_media: false,
             };
             apply::apply(&client, &documents, args.start, how).await?;
         }
@@ -93,8 +94,13 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
             apply::diff(&client().await?, &documents).await?;
         }
         Command::Run(args) => run::run(&client().await?, &args).await?,
-        Command::Start(Start { act, no_wait }) => {
-            act::run(&client().await?, &act, &Verb::Start { no_wait }).await?;
+        Command::Start(Start {
+            act,
+            no_wait,
+            reset_nvram,
+        }) => {
+            let verb = Verb::Start { no_wait, reset_nvram };
+            act::run(&client().await?, &act, &verb).await?;
         }
         Command::Stop(Stop {
             act,
@@ -113,6 +119,13 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
             vm_disk::attach(&limited(given, args.timeout).await?, &args.vm, disk).await?;
         }
         Command::Detach(args) => vm_disk::detach(&client().await?, &args).await?,
+        Command::Insert(args) => {
+            let medium = Some(args.medium.as_str());
+            vm_disk::medium(&client().await?, (&args.vm, &args.drive), medium, args.force).await?;
+        }
+        Command::Eject(args) => {
+            vm_disk::medium(&client().await?, (&args.vm, &args.drive), None, args.force).await?;
+        }
         Command::Limit(args) => {
             let target = vm_disk::target(&args)?;
             let client = limited(given, args.timeout).await?;

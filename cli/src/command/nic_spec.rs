@@ -8,7 +8,7 @@ use crate::{
     failure::Result,
 };
 
-const KEYS: &str = "network=, bridge=, tap=, address=, publish=, name=, mac=, queues=, mtu=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
+const KEYS: &str = "network=, bridge=, tap=, address=, publish=, name=, mac=, queues=, mtu=, boot-order=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
 
 /// The NIC number `index` of a VM from `key=value,…`.
 pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
@@ -51,6 +51,7 @@ fn set(nic: &mut v1::NicSpec, key: &str, value: &str) -> Result<bool, String> {
         }
         "queues" => nic.queues = number(value)?,
         "mtu" => nic.mtu = number(value)?,
+        "boot-order" => nic.boot_order = number(value)?,
         "backend" => {
             const BACKENDS: Words<v1::NicBackend> = &[
                 ("userspace", v1::NicBackend::Userspace, ""),

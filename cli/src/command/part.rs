@@ -138,7 +138,7 @@ async fn change<P: Part>(
     let how = How {
         dry_run: options.dry_run,
         restart: options.restart,
-        grace: None,
+        ..How::default()
     };
     let mut changed = String::new();
     let done = update::rewrite(client, vm, how, |there| {

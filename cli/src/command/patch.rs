@@ -64,6 +64,7 @@ pub async fn patch(client: &Client, args: &UpdateVm, merge: Option<&Json>) -> Re
         dry_run: args.dry_run,
         restart: args.restart.restart,
         grace: args.restart.grace,
+        force_media: false,
     };
     let done = update::rewrite(client, &args.name, how, |there| patched(there, merge, &args.set)).await?;
     let suffix = if args.dry_run { " (dry run)" } else { "" };

@@ -22,7 +22,7 @@ const NO_DISK: &str = "DISK_NOT_FOUND";
 const LONGEST: usize = 40;
 
 /// The options of `run` that set fields of the VM and of its disk; the longest prefixes come first.
-const OPTIONS: [(&str, &str); 17] = [
+const OPTIONS: [(&str, &str); 18] = [
     ("metadata.name", "--name"),
     ("disk.metadata.name", "--name"),
     ("disk.spec.sizeBytes", "--disk-size"),
@@ -32,6 +32,7 @@ const OPTIONS: [(&str, &str); 17] = [
     ("spec.memory", "--memory"),
     ("spec.boot.linux.kernel", "--kernel"),
     ("spec.boot.linux.initrd", "--initrd"),
+    ("spec.boot.firmware", "--firmware"),
     ("spec.boot", "--cmdline"),
     ("spec.cloudInit.hostname", "--hostname"),
     ("spec.cloudInit.sshAuthorizedKeys", "--ssh-key"),
@@ -188,18 +189,24 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
     }
     nics.extend(args.guest.nics.iter().cloned());
     let cmdline = args.cmdline.clone().unwrap_or_default();
-    let boot = match (args.firmware, &args.kernel) {
-        (Some(firmware), _) => Boot::Firmware(v1::FirmwareBoot {
-            r#type: firmware.into(),
-        }),
-        (None, Some(kernel)) => Boot::Linux(v1::LinuxBoot {
+    let boot = match (&args.kernel, args.fast_boot) {
+        (Some(kernel), _) => Boot::Linux(v1::LinuxBoot {
             kernel: kernel.clone(),
             initrd: args.initrd.clone().unwrap_or_default(),
             cmdline,
         }),
-        (None, None) => Boot::FromDisk(v1::DiskBoot {
+        (None, true) => Boot::FromDisk(v1::DiskBoot {
             disk: String::new(),
             cmdline_append: cmdline,
+        }),
+        (None, false) if !cmdline.is_empty() => {
+            let message =
+                "--cmdline: firmware reads the command line from the disk: give --fast-boot or --kernel too";
+            return Err(Failure::new(Code::Usage, message));
+        }
+        (None, false) => Boot::Firmware(v1::FirmwareBoot {
+            r#type: args.firmware.unwrap_or(v1::FirmwareType::Auto).into(),
+            menu_seconds: 0,
         }),
     };
     let mut spec = v1::VmSpec {

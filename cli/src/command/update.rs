@@ -31,6 +31,8 @@ pub struct How {
     pub restart: bool,
     /// Grace period for requests to the guest.
     pub grace: Option<Duration>,
+    /// Change media although the guest prevents their removal.
+    pub force_media: bool,
 }
 
 /// Result of a change.
@@ -104,6 +106,7 @@ async fn send(
         update_mask,
         apply: apply.into(),
         grace_period: how.grace.map(Into::into),
+        force_media: how.force_media,
         ..Default::default()
     };
     let limit = how.grace.unwrap_or(DEFAULT_GRACE) + WORK;

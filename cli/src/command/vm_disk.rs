@@ -83,6 +83,59 @@ pub async fn detach(client: &Client, args: &Detach) -> Result<(), Vec<Failure>> 
     super::all(failures)
 }
 
+/// Puts a medium into the drive of a VM, or ejects the present one.
+pub async fn medium(
+    client: &Client,
+    (vm, drive): (&str, &str),
+    medium: Option<&str>,
+    force: bool,
+) -> Result<()> {
+    let (source, format) = match medium {
+        Some(medium) => disk_spec::medium(medium),
+        None => Default::default(),
+    };
+    let disk = v1::DiskSpec {
+        name: drive.to_owned(),
+        source,
+        format: format.into(),
+        ..Default::default()
+    };
+    let change = Change {
+        vm: v1::Vm {
+            metadata: super::metadata(vm, &[]),
+            spec: Some(v1::VmSpec {
+                disks: vec![disk],
+                ..Default::default()
+            }),
+            ..Default::default()
+        },
+        paths: ["path", "disk", "format", "beneath"]
+            .map(|field| format!("spec.disks[{drive}].{field}"))
+            .to_vec(),
+    };
+    let how = How {
+        force_media: force,
+        ..How::default()
+    };
+    let now = update::change(client, change, how).await;
+    let now = now.map_err(|failure| about(failure, vm, drive))?;
+    let status = now.status.unwrap_or_default();
+    let field = format!("spec.disks[{drive}].");
+    let mut pending = status.pending_changes.into_iter();
+    if let Some(left) = pending.find(|change| change.path.starts_with(&field)) {
+        let message = format!(
+            "drive \"{drive}\" keeps its medium until the next start: {}",
+            left.message
+        );
+        return Err(Failure::new(Code::Precondition, message).about("vm", vm));
+    }
+    let done = match medium {
+        Some(medium) => format!("has {medium}"),
+        None => "is empty".to_owned(),
+    };
+    output::line(format!("vm/{vm} drive {drive} {done}"))
+}
+
 /// Makes a disk of a VM larger; without `size`, takes over the size of its block device.
 pub async fn resize(client: &Client, vm: &str, disk: &str, size: Option<u64>) -> Result<()> {
     let request = v1::ResizeVmDiskRequest {

@@ -401,7 +401,7 @@ fn anchors_and_aliases_stand_for_what_they_name() {
 #[case::little_memory(
     "256Mi",
     "1Mi",
-    "vm.yaml:14: spec.memory.sizeBytes: must be 128 MiB to 4 TiB (134217728 to 4398046511104), is 1048576"
+    "vm.yaml:14: spec.memory.sizeBytes: must be 64 MiB to 4 TiB (67108864 to 4398046511104), is 1048576"
 )]
 #[case::unknown_enum(
     "format: raw",

@@ -184,12 +184,24 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
             text.put("Boot", &format!("the kernel on disk {disk}"));
             text.put("  Command line", &boot.cmdline_append);
         }
-        Some(v1::boot_spec::Source::Firmware(firmware)) => match firmware.r#type() {
-            v1::FirmwareType::Bios => text.put("Boot", "BIOS firmware"),
-            _ => text.put("Boot", "UEFI firmware"),
-        },
+        Some(v1::boot_spec::Source::Firmware(firmware)) => {
+            let chosen = match status.firmware() {
+                v1::FirmwareType::Uefi => "UEFI firmware, as the disks need",
+                v1::FirmwareType::Bios => "BIOS firmware, as the disks need",
+                _ => "the firmware that the disks need",
+            };
+            let boot = match firmware.r#type() {
+                v1::FirmwareType::Bios => "BIOS firmware",
+                v1::FirmwareType::Auto => chosen,
+                v1::FirmwareType::Unspecified | v1::FirmwareType::Uefi => "UEFI firmware",
+            };
+            text.put("Boot", boot);
+        }
         None => {}
     }
+    let clock = spec.clock.as_ref().map_or("", |clock| clock.timezone.as_str());
+    text.put("Clock", clock);
+    text.put("SMBIOS", &smbios(spec.smbios.as_ref()));
     text.put("cloud-init", &cloud_init(spec.cloud_init.as_ref()));
     disk::of_vm(text, spec, status);
     let nics: Vec<_> = spec
@@ -212,6 +224,24 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     if !shares.is_empty() {
         text.list("Shares", part::SHARE_COLUMNS.to_vec(), &shares);
     }
+}
+
+/// The identity of the system, in the form of `--smbios`.
+fn smbios(smbios: Option<&v1::SmbiosSpec>) -> String {
+    let smbios = smbios.cloned().unwrap_or_default();
+    let texts = [
+        ("uuid", smbios.uuid),
+        ("serial", smbios.serial),
+        ("manufacturer", smbios.manufacturer),
+        ("product", smbios.product),
+        ("version", smbios.version),
+        ("sku", smbios.sku),
+        ("family", smbios.family),
+        ("asset-tag", smbios.asset_tag),
+    ];
+    let set = texts.iter().filter(|(_, text)| !text.is_empty());
+    let set: Vec<_> = set.map(|(key, text)| format!("{key}={text}")).collect();
+    set.join(",")
 }
 
 /// Prints the set resources of the spec, besides the number of vCPUs and the size of the RAM.

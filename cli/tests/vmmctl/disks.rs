@@ -351,6 +351,7 @@ fn a_disk_is_attached_with_all_its_options() {
         any_content: false,
         bus: v1::DiskBus::Unspecified.into(),
         cdrom: false,
+        boot_order: 0,
     };
     assert_eq!(web_disk(&daemon, "scratch"), scratch);
     let text = run(&daemon, "describe vm web").1;

@@ -47,3 +47,15 @@ fn the_disk_is_made_then_the_vm_and_it_is_started() {
     ];
     assert!(calls.starts_with(&made.map(str::to_owned)), "{calls:?}");
 }
+
+#[test]
+fn a_command_line_needs_a_kernel_that_is_booted_directly() {
+    let daemon = Daemon::start();
+    let (code, said) = run(&daemon, &["--cmdline", "quiet"]);
+    assert_eq!(
+        (code, said.contains("give --fast-boot or --kernel")),
+        (2, true),
+        "{said}"
+    );
+    assert!(daemon.state.calls().is_empty());
+}

@@ -33,6 +33,7 @@ const REASON_ENDED: u16 = 3;
 pub(super) struct Sense(pub u8, pub u8, pub u8);
 
 const NO_SENSE: Sense = Sense(0, 0, 0);
+const NO_MEDIUM: Sense = Sense(2, 0x3a, 0x01);
 const TRAY_OPEN: Sense = Sense(2, 0x3a, 0x02);
 /// The host cannot read the medium.
 pub(super) const UNREADABLE: Sense = Sense(3, 0x11, 0x00);
@@ -56,6 +57,7 @@ impl Sense {
 pub(super) enum Event {
     #[default]
     None = 0,
+    EjectRequest = 1,
     NewMedia = 2,
     Removal = 3,
 }
@@ -83,7 +85,28 @@ impl Cdrom {
         };
     }
 
-    /// Decides on a command, whose `packet` matters for PACKET alone, for a medium of `capacity` bytes.
+    /// Whether the medium may be removed. If not, the driver is notified that its removal is wanted.
+    pub(super) fn release(&mut self) -> bool {
+        let prevented = self.locked && !self.open;
+        if prevented {
+            self.event = Event::EjectRequest;
+        }
+        !prevented
+    }
+
+    /// Another medium is in the drive, or none, and the tray is closed.
+    pub(super) fn change(&mut self, loaded: bool) {
+        *self = Self {
+            sense: self.sense,
+            attention: loaded,
+            locked: self.locked && loaded,
+            open: false,
+            event: if loaded { Event::NewMedia } else { Event::Removal },
+        };
+    }
+
+    /// Decides on a command, whose `packet` matters for PACKET alone, for a medium of `capacity` bytes. A drive of 0 bytes
+    /// is empty.
     pub(super) fn execute(
         &mut self,
         registers: &Registers,
@@ -149,7 +172,7 @@ impl Cdrom {
         let lba = u32::from_be_bytes([b2, b3, b4, b5]);
         match code {
             // TEST UNIT READY.
-            0x00 => self.ready().and(done),
+            0x00 => self.ready(blocks).and(done),
             // REQUEST SENSE.
             0x03 => {
                 let Sense(key, code, qualifier) = std::mem::replace(&mut self.sense, NO_SENSE);
@@ -161,7 +184,7 @@ impl Cdrom {
             // INQUIRY, without vital product data.
             0x12 if flags & 1 == 0 && b2 == 0 => reply(inquiry(), u16::from_be_bytes([b3, b4]).into()),
             // START STOP UNIT: LOEJ and START in byte 4.
-            0x1b => self.start_stop(b4 & 2 != 0, b4 & 1 != 0).and(done),
+            0x1b => self.start_stop(b4 & 2 != 0, b4 & 1 != 0, blocks).and(done),
             // PREVENT ALLOW MEDIUM REMOVAL.
             0x1e => {
                 self.locked = b4 & 1 != 0;
@@ -169,7 +192,7 @@ impl Cdrom {
             }
             // READ CAPACITY.
             0x25 => {
-                self.ready()?;
+                self.ready(blocks)?;
                 let last = blocks.saturating_sub(1).to_be_bytes();
                 let size = u32::try_from(BLOCK).unwrap_or(0).to_be_bytes();
                 reply([last, size].concat(), 8)
@@ -179,34 +202,34 @@ impl Cdrom {
             0xa8 => self.read(lba, u32::from_be_bytes([b6, b7, b8, b9]), blocks, protocol),
             // SEEK(10).
             0x2b => {
-                self.ready()?;
+                self.ready(blocks)?;
                 if lba < blocks { done } else { Err(OUT_OF_RANGE) }
             }
             // SYNCHRONIZE CACHE: nothing is written.
             0x35 => done,
             // READ TOC/PMA/ATIP. The format was in byte 9 once.
             0x43 => {
-                self.ready()?;
+                self.ready(blocks)?;
                 let format = if b2 & 0xf == 0 { b9 >> 6 } else { b2 & 0xf };
                 reply(contents(format, flags & 2 != 0, b6, blocks)?, length)
             }
             // GET CONFIGURATION.
             0x46 => {
-                let loaded = (!self.open).then_some(blocks);
+                let loaded = self.ready(blocks).is_ok().then_some(blocks);
                 let data = configuration(flags & 3, u16::from_be_bytes([b2, b3]), loaded);
                 reply(data, length)
             }
             // GET EVENT STATUS NOTIFICATION, by polling.
-            0x4a if flags & 1 != 0 => reply(self.event(b4 & 1 << 4 != 0), length),
+            0x4a if flags & 1 != 0 => reply(self.event(b4 & 1 << 4 != 0, blocks), length),
             // READ DISC INFORMATION, of the standard type.
             0x51 if flags & 7 == 0 => {
-                self.ready()?;
+                self.ready(blocks)?;
                 let mut data = vec![0, 32, 0x0e, 1, 1, 1, 1, 0x20];
                 data.resize(34, 0);
                 reply(data, length)
             }
             // MODE SENSE(10), of the current values.
-            0x5a if b2 >> 6 != 3 => reply(self.mode_pages(b2 & 0x3f)?, length),
+            0x5a if b2 >> 6 != 3 => reply(self.mode_pages(b2 & 0x3f, blocks)?, length),
             0x12 | 0x4a | 0x51 => Err(INVALID_FIELD),
             // Values are not saved.
             0x5a => Err(UNKNOWN_PAGE),
@@ -214,11 +237,15 @@ impl Cdrom {
         }
     }
 
-    fn ready(&self) -> Result<(), Sense> {
-        if self.open { Err(TRAY_OPEN) } else { Ok(()) }
+    fn ready(&self, blocks: u32) -> Result<(), Sense> {
+        match (self.open, blocks) {
+            (true, _) => Err(TRAY_OPEN),
+            (false, 0) => Err(NO_MEDIUM),
+            (false, _) => Ok(()),
+        }
     }
 
-    fn start_stop(&mut self, loads: bool, starts: bool) -> Result<(), Sense> {
+    fn start_stop(&mut self, loads: bool, starts: bool, blocks: u32) -> Result<(), Sense> {
         match (loads, starts) {
             (false, _) => {}
             (true, false) if self.open => {}
@@ -229,8 +256,12 @@ impl Cdrom {
             }
             (true, true) if self.open => {
                 self.open = false;
-                self.attention = true;
-                self.event = Event::NewMedia;
+                self.attention = blocks != 0;
+                self.event = if self.attention {
+                    Event::NewMedia
+                } else {
+                    Event::None
+                };
             }
             (true, true) => {}
         }
@@ -238,7 +269,7 @@ impl Cdrom {
     }
 
     fn read(&self, lba: u32, count: u32, blocks: u32, protocol: Protocol) -> Result<Answer, Sense> {
-        self.ready()?;
+        self.ready(blocks)?;
         if lba.checked_add(count).is_none_or(|end| end > blocks) {
             return Err(OUT_OF_RANGE);
         }
@@ -257,7 +288,7 @@ impl Cdrom {
     }
 
     /// Events of the class that the driver asked for, if it is that of media.
-    fn event(&mut self, asked: bool) -> Vec<u8> {
+    fn event(&mut self, asked: bool, blocks: u32) -> Vec<u8> {
         /// Class 4: media. The classes that there are, as a bit each.
         const MEDIA: u8 = 4;
         const CLASSES: u8 = 1 << MEDIA;
@@ -268,13 +299,22 @@ impl Cdrom {
         }
         let event = std::mem::take(&mut self.event);
         // Bit 0: the tray is open. Bit 1: the drive has a medium.
-        let status = if self.open { 1 } else { 2 };
+        let status = match (self.open, blocks) {
+            (true, _) => 1,
+            (false, 0) => 0,
+            (false, _) => 2,
+        };
         vec![0, 6, MEDIA, CLASSES, event as u8, status, 0, 0]
     }
 
-    fn mode_pages(&self, page: u8) -> Result<Vec<u8>, Sense> {
-        // Medium type: a data disc, or an open door.
-        let mut data = vec![0, 0, if self.open { 0x71 } else { 0x01 }, 0, 0, 0, 0, 0];
+    fn mode_pages(&self, page: u8, blocks: u32) -> Result<Vec<u8>, Sense> {
+        // Medium type: a data disc, no disc, or an open door.
+        let kind = match (self.open, blocks) {
+            (true, _) => 0x71,
+            (false, 0) => 0x70,
+            (false, _) => 0x01,
+        };
+        let mut data = vec![0, 0, kind, 0, 0, 0, 0, 0];
         let all = page == 0x3f;
         if all || page == 0x01 {
             // Error recovery: 5 tries.

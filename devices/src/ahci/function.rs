@@ -163,6 +163,7 @@ fn back(
     index: usize,
     drive: Drive,
 ) -> io::Result<Back> {
+    drive.tray.connect(hba, index);
     let name = &drive.options.name;
     let shared = Arc::new(Shared {
         name: format!("disk {name}"),

@@ -11,12 +11,13 @@
 
 use std::sync::{Arc, Mutex};
 
+use block::Image;
 use vm_memory::{Bytes, GuestAddress};
 use vmm_base::GuestMemory;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::{
-    Drive, DriveOptions,
+    Drive, DriveOptions, Tray,
     ata::Disk,
     atapi::Cdrom,
     hba::{Hba, HbaPort},
@@ -29,7 +30,7 @@ use crate::{
         blk::{
             BlkControl, OnError,
             control::SharedImage,
-            harness::{Host, Mock},
+            harness::{Host, Mock, host},
         },
         signals::Signals,
         testing::{Bare, Layout, MockMsi},
@@ -154,6 +155,7 @@ pub(super) struct Harness {
     pub hba: Arc<Hba>,
     pub host: Arc<Mutex<Host>>,
     pub control: BlkControl,
+    pub tray: Arc<Tray>,
     pub msi: MockMsi,
     wake: Arc<EventFd>,
     _image: Arc<SharedImage>,
@@ -177,7 +179,16 @@ impl Harness {
             host: host.clone(),
             event: EventFd::new(EFD_NONBLOCK).unwrap(),
         };
-        let drive = Drive::new(Box::new(image), options).unwrap();
+        Self {
+            host,
+            ..Self::of(Box::new(image), options)
+        }
+    }
+
+    /// The same with any image, whose host the test does not see.
+    pub(super) fn of(image: Box<dyn Image>, options: DriveOptions) -> Self {
+        let host = Arc::new(Mutex::new(host(0, true, 512)));
+        let drive = Drive::new(image, options).unwrap();
         let control = drive.control();
         let msi = MockMsi::default();
         let mut table = Msix::new(&msi, 1).unwrap();
@@ -193,6 +204,7 @@ impl Harness {
         };
         let port = HbaPort::new(0, Port::new(device), Arc::clone(&wake));
         let hba = Arc::new(Hba::new(vec![port], Arc::clone(table.vectors())));
+        drive.tray.connect(&hba, 0);
         let handler = PortHandler::new(Setup {
             index: 0,
             hba: Arc::clone(&hba),
@@ -215,6 +227,7 @@ impl Harness {
             hba,
             host,
             control,
+            tray: drive.tray,
             msi,
             wake,
             _image: drive.image,
@@ -239,7 +252,7 @@ impl Harness {
         self.settle();
     }
 
-    fn settle(&mut self) {
+    pub(super) fn settle(&mut self) {
         for _ in 0..1000 {
             if self.wake.read().is_err() {
                 return;

@@ -5,6 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU32, Ordering},
 };
 
+use block::Engine;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::port::Port;
@@ -42,6 +43,10 @@ pub(super) struct HbaPort {
     number: u8,
     port: Mutex<Port>,
     wake: Arc<EventFd>,
+    /// Of a new medium, until the worker takes it. It is set with the port locked.
+    engine: Mutex<Option<Box<dyn Engine>>>,
+    /// There is one.
+    changed: AtomicBool,
 }
 
 impl HbaPort {
@@ -50,7 +55,27 @@ impl HbaPort {
             number,
             port: Mutex::new(port),
             wake,
+            engine: Mutex::new(None),
+            changed: AtomicBool::new(false),
         }
+    }
+
+    /// The worker is to carry the next commands out with this engine. The caller has locked the port.
+    pub(super) fn set_engine(&self, engine: Box<dyn Engine>) {
+        *self.engine.lock().unwrap_or_else(PoisonError::into_inner) = Some(engine);
+        self.changed.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether there is an engine that the worker has not taken.
+    pub(super) fn has_engine(&self) -> bool {
+        self.changed.load(Ordering::SeqCst)
+    }
+
+    /// Gives the engine to the worker.
+    pub(super) fn take_engine(&self) -> Option<Box<dyn Engine>> {
+        let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        self.changed.store(false, Ordering::SeqCst);
+        engine.take()
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Port> {

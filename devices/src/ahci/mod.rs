@@ -26,9 +26,13 @@ mod harness;
 mod hba;
 mod port;
 mod state;
+mod tray;
 mod worker;
 
-pub use self::function::{Ahci, Parts};
+pub use self::{
+    function::{Ahci, Parts},
+    tray::{MediumError, NoMedium, Tray},
+};
 
 use std::{
     io,
@@ -73,6 +77,7 @@ pub struct Drive {
     engine: Box<dyn Engine>,
     limits: Limits,
     medium: Medium,
+    tray: Arc<Tray>,
 }
 
 impl Drive {
@@ -103,10 +108,14 @@ impl Drive {
             1,
             options.limiter.clone(),
         );
+        let shared = Arc::new(shared);
+        let engine = image.engine()?;
+        let image = Arc::new(Mutex::new(image));
         Ok(Self {
-            engine: image.engine()?,
-            image: Arc::new(Mutex::new(image)),
-            shared: Arc::new(shared),
+            engine,
+            tray: Arc::new(Tray::new(&shared, &image)),
+            image,
+            shared,
             limits,
             medium,
             options,
@@ -116,6 +125,11 @@ impl Drive {
     /// The handle for others than the driver. A driver finds a larger capacity when it identifies the drive again.
     pub fn control(&self) -> BlkControl {
         BlkControl::new(&self.shared, &self.image)
+    }
+
+    /// The tray of a CD-ROM drive.
+    pub fn tray(&self) -> Option<Arc<Tray>> {
+        self.options.cdrom.then(|| Arc::clone(&self.tray))
     }
 }
 

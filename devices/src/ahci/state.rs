@@ -176,6 +176,7 @@ fn restored_cdrom(saved: &message::AtapiCdrom) -> Result<Cdrom, StateError> {
         open: saved.open,
         event: match saved.event {
             0 => Event::None,
+            1 => Event::EjectRequest,
             2 => Event::NewMedia,
             3 => Event::Removal,
             _ => return Err(StateError::invalid("ports.cdrom.event", "unknown")),

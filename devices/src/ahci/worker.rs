@@ -206,8 +206,34 @@ impl PortHandler {
         Ok(count)
     }
 
+    /// Changes to the image of a new medium. False while commands of the old medium are in process.
+    fn change_medium(&mut self, session: &Session) -> Result<bool, Fault> {
+        if !self.port().is_some_and(HbaPort::has_engine) {
+            return Ok(true);
+        }
+        if self.commands.iter().any(Option::is_some) {
+            return Ok(false);
+        }
+        if let Some(engine) = self.port().and_then(HbaPort::take_engine) {
+            // The event of the old engine is closed, which ends its watch.
+            self.setup.engine = engine;
+            self.watch_engine(session)?;
+        }
+        Ok(true)
+    }
+
+    fn watch_engine(&self, session: &Session) -> Result<(), Fault> {
+        match self.setup.engine.event() {
+            Some(event) => session.watch(event, COMPLETIONS, EventSet::IN | EventSet::EDGE_TRIGGERED),
+            None => Ok(()),
+        }
+    }
+
     /// Fetches the next command. False if there is none, or if it has to wait for others.
     fn fetch_one(&mut self, session: &Session, memory: &Arc<GuestMemory>) -> Result<bool, Fault> {
+        if !self.change_medium(session)? {
+            return Ok(false);
+        }
         let Some(port) = self.setup.hba.ports().get(self.setup.index) else {
             return Ok(false);
         };
@@ -232,7 +258,7 @@ impl PortHandler {
             return Ok(false);
         }
         let mut locked = port.lock();
-        if locked.era != era || locked.ready() & bit == 0 {
+        if locked.era != era || locked.ready() & bit == 0 || port.has_engine() {
             return Ok(true);
         }
         locked.fetched |= bit;
@@ -649,10 +675,11 @@ impl QueueHandler for PortHandler {
         self.memory = Some(Arc::new(session.memory().clone()));
         self.forget();
         self.throttle.start();
-        let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
-        if let Some(event) = self.setup.engine.event() {
-            session.watch(event, COMPLETIONS, edges)?;
+        if let Some(engine) = self.port().and_then(HbaPort::take_engine) {
+            self.setup.engine = engine;
         }
+        self.watch_engine(session)?;
+        let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
         if let Some(wake) = self.setup.shared.wake_of(0) {
             session.watch(&**wake, WAKE, edges)?;
         }

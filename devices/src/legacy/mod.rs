@@ -74,6 +74,12 @@ impl LegacyDevices {
         self
     }
 
+    /// Gives the real-time clock a difference to UTC ([`rtc::Rtc::set_offsets`]).
+    pub fn with_clock_offsets(self, offsets: Vec<(u64, i32)>) -> Self {
+        lock(&self.rtc).set_offsets(offsets);
+        self
+    }
+
     /// Plugs a keyboard into its controller, once, with its interrupt.
     pub fn plug_keyboard(&self, hub: &Arc<Hub>, irq: Arc<dyn IrqLine>) {
         if self.hub.set(Arc::clone(hub)).is_ok() {

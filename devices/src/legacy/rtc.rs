@@ -1,6 +1,7 @@
 //! The CMOS real-time clock (Motorola MC146818), without its interrupts.
 //!
-//! It shows the host's time in UTC and cannot be set: writes to the time registers are dropped.
+//! It shows the host's time in UTC, or with a difference to UTC, and cannot be set: writes to the time registers are
+//! dropped.
 //! Control registers, the alarm and the memory are stored. Its interrupt is not connected, so no
 //! interrupt may be announced to the guest.
 
@@ -56,6 +57,8 @@ pub struct Rtc {
     index: u8,
     memory: [u8; SIZE],
     now: fn() -> SystemTime,
+    /// See [`set_offsets`](Self::set_offsets).
+    offsets: Vec<(u64, i32)>,
 }
 
 impl Default for Rtc {
@@ -77,7 +80,14 @@ impl Rtc {
             index: 0,
             memory,
             now,
+            offsets: Vec::new(),
         }
+    }
+
+    /// Sets the difference to UTC: from a time on, in seconds of Unix time, so many seconds. The times ascend. Before
+    /// the first of them the clock shows UTC.
+    pub(super) fn set_offsets(&mut self, offsets: Vec<(u64, i32)>) {
+        self.offsets = offsets;
     }
 
     /// Writes the size of RAM to the memory, as firmware of PCs reads it: `low` bytes below 4 GiB in units of 64 KiB
@@ -160,9 +170,19 @@ impl Rtc {
         self.stored(REGISTER_B) & B_SET == 0 && left <= UPDATE_TIME
     }
 
+    /// The time that the clock shows, as seconds since 1970.
+    fn seconds(&self) -> u64 {
+        let utc = (self.now)()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default()
+            .as_secs();
+        let mut begun = self.offsets.iter().rev().filter(|(from, _)| *from <= utc);
+        let offset = begun.next().map_or(0, |(_, seconds)| *seconds);
+        utc.saturating_add_signed(offset.into())
+    }
+
     fn time_register(&self) -> u8 {
-        let since_epoch = (self.now)().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let time = Time::from_unix(since_epoch.as_secs());
+        let time = Time::from_unix(self.seconds());
         let b = self.stored(REGISTER_B);
         let value = match self.index {
             SECONDS => time.second,
@@ -327,6 +347,30 @@ mod tests {
         assert_eq!(registers(&mut rtc), [0x19, 0x70, 0x01, 0x01, 5, 0, 0, 0]);
         write(&mut rtc, REGISTER_B, 0);
         assert_eq!(read(&mut rtc, HOURS), 0x12);
+    }
+
+    #[test]
+    fn local_time_follows_the_changes_of_its_zone() {
+        let mut rtc = Rtc::new(leap_day);
+        let utc = registers(&mut rtc);
+        let now = leap_day().duration_since(UNIX_EPOCH).unwrap().as_secs();
+        let mut hours = |offsets: &[(u64, i32)]| {
+            rtc.set_offsets(offsets.to_vec());
+            let local = registers(&mut rtc);
+            assert_eq!(local[..2], utc[..2], "seconds and minutes");
+            local
+        };
+        assert_eq!(hours(&[]), utc);
+        assert_eq!(
+            hours(&[(now + 1, 3600)]),
+            utc,
+            "the first offset is in the future"
+        );
+        assert_eq!(
+            hours(&[(0, 0), (now, 7200), (now + 1, 3600)]),
+            hours(&[(0, 7200)])
+        );
+        assert_ne!(hours(&[(0, -86400)]), utc, "the day before");
     }
 
     #[test]

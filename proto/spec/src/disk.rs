@@ -52,6 +52,8 @@ pub struct Disk {
     pub any_content: bool,
     /// Where the guest finds it.
     pub bus: Bus,
+    /// Position in the boot order.
+    pub boot_order: Option<BootOrder>,
 }
 
 /// Bus on which a guest finds a disk.
@@ -65,6 +67,42 @@ pub enum Bus {
         /// A CD-ROM drive, else a disk.
         cdrom: bool,
     },
+}
+
+/// Position of a disk or NIC in the boot order of firmware.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct BootOrder(u8);
+
+impl BootOrder {
+    /// The last position.
+    pub const MAX: u8 = 16;
+
+    /// The position of a value of the API; none for 0. Notes a value above [`MAX`](Self::MAX).
+    pub fn new(found: &mut Violations, field: &str, value: u32) -> Option<Self> {
+        match u8::try_from(value) {
+            Ok(0) => None,
+            Ok(position) if position <= Self::MAX => Some(Self(position)),
+            _ => {
+                let most = Self::MAX;
+                found.add(
+                    format_args!("{field}.bootOrder"),
+                    format_args!("must be 1 to {most}, or 0 for the default order, is {value}"),
+                );
+                None
+            }
+        }
+    }
+
+    /// Sorts devices as firmware tries them: those with a position first.
+    pub fn sort<T>(devices: &mut [T], position: impl Fn(&T) -> Option<Self>) {
+        devices.sort_by_key(|device| position(device).map_or(u8::MAX, |position| position.0));
+    }
+}
+
+impl From<BootOrder> for u32 {
+    fn from(position: BootOrder) -> Self {
+        position.0.into()
+    }
 }
 
 /// Where a disk's content is.
@@ -88,6 +126,8 @@ pub enum Source {
     },
     /// The seed of cloud-init, which the daemon makes.
     Seed,
+    /// None: a CD-ROM drive without a medium.
+    Empty,
 }
 
 /// How a disk image is to be read. Never guessed.
@@ -191,6 +231,7 @@ impl Disk {
             );
         }
         let bus = bus(found, field, disk, iso);
+        let boot_order = BootOrder::new(found, field, disk.boot_order);
         let name = name?;
         let serial = serial(found, field, &disk.serial, &name);
         Some(Self {
@@ -205,6 +246,7 @@ impl Disk {
             limit,
             any_content: disk.any_content,
             bus,
+            boot_order,
         })
     }
 
@@ -223,6 +265,7 @@ impl Disk {
             limit: Limit::None,
             any_content: true,
             bus: Bus::Virtio,
+            boot_order: None,
         })
     }
 
@@ -230,7 +273,7 @@ impl Disk {
     pub fn named(&self) -> Option<&Name> {
         match &self.source {
             Source::Disk { name, .. } => Some(name),
-            Source::Path { .. } | Source::Seed => None,
+            Source::Path { .. } | Source::Seed | Source::Empty => None,
         }
     }
 }
@@ -300,6 +343,12 @@ fn source(found: &mut Violations, field: &str, disk: &v1::DiskSpec) -> Option<So
                 return None;
             }
             Some(Source::Disk { name: name?, format })
+        }
+        None if disk.cdrom => {
+            if given {
+                found.add(&format_field, "must be left out in an empty CD-ROM drive");
+            }
+            Some(Source::Empty)
         }
         None => {
             found.add(

@@ -27,6 +27,7 @@ pub mod pci;
 pub mod policy;
 pub mod resources;
 pub mod share;
+pub mod smbios;
 pub mod topology;
 pub mod vm;
 

@@ -73,7 +73,7 @@ pub fn memory(spec: &VmSpec) -> u64 {
     let qcow2 = spec.disks.iter().filter(|disk| match &disk.source {
         Source::Path { format, .. } => *format == Format::Qcow2,
         Source::Disk { format, .. } => *format != Some(Format::Raw),
-        Source::Seed => false,
+        Source::Seed | Source::Empty => false,
     });
     [
         PROCESS,

@@ -221,7 +221,7 @@ fn a_message_without_anything_is_refused_and_nothing_panics() {
 }
 
 #[test]
-fn memory_is_128_mib_to_16_gib_in_steps_of_2_mib() {
+fn memory_is_64_mib_to_4_tib_in_steps_of_2_mib() {
     let refused = |bytes| {
         let mut vm = manifest();
         vm.spec.as_mut().unwrap().memory.as_mut().unwrap().size_bytes = bytes;
@@ -229,7 +229,7 @@ fn memory_is_128_mib_to_16_gib_in_steps_of_2_mib() {
     };
     for bytes in [
         0,
-        127 << 20,
+        63 << 20,
         (128 << 20) + 4096,
         (256 << 20) + (1 << 20),
         (4 << 40) + (2 << 20),
@@ -237,8 +237,25 @@ fn memory_is_128_mib_to_16_gib_in_steps_of_2_mib() {
     ] {
         assert!(refused(bytes), "{bytes}");
     }
-    for bytes in [128 << 20, 130 << 20, 3 << 30, 5 << 30, 16 << 30, 4 << 40] {
+    for bytes in [64 << 20, 130 << 20, 3 << 30, 5 << 30, 16 << 30, 4 << 40] {
         assert!(!refused(bytes), "{bytes}");
+    }
+    let with_firmware = |kind: v1::FirmwareType| {
+        fields_refused(|vm| {
+            let spec = vm.spec.as_mut().unwrap();
+            spec.cpu = None;
+            spec.memory.as_mut().unwrap().size_bytes = 126 << 20;
+            let firmware = v1::FirmwareBoot {
+                r#type: kind.into(),
+                ..Default::default()
+            };
+            let source = Some(v1::boot_spec::Source::Firmware(firmware));
+            spec.boot = Some(v1::BootSpec { source });
+        })
+    };
+    assert_eq!(with_firmware(v1::FirmwareType::Bios), ["spec.cpu.cores"]);
+    for kind in [v1::FirmwareType::Uefi, v1::FirmwareType::Auto] {
+        assert_eq!(with_firmware(kind), ["spec.cpu.cores", "spec.memory.sizeBytes"]);
     }
 }
 
@@ -294,6 +311,41 @@ fn sata_disks_are_in_vms_with_firmware_six_at_most() {
     assert_eq!(refused(true, 6), ["spec.cpu.cores"]);
     assert_eq!(refused(true, 7), ["spec.cpu.cores", "spec.disks"]);
     assert_eq!(refused(false, 1), ["spec.cpu.cores", "spec.disks[1].bus"]);
+}
+
+#[test]
+fn boot_order_is_of_firmware_with_different_positions() {
+    let firmware = |kind: v1::FirmwareType, menu_seconds| {
+        let firmware = v1::FirmwareBoot {
+            r#type: kind.into(),
+            menu_seconds,
+        };
+        let source = Some(v1::boot_spec::Source::Firmware(firmware));
+        Some(v1::BootSpec { source })
+    };
+    let refused = |boot: Option<v1::BootSpec>, disk: u32, nic: u32| {
+        fields_refused(|vm| {
+            let spec = vm.spec.as_mut().unwrap();
+            spec.cpu = None;
+            spec.boot = boot.or(spec.boot.take());
+            (spec.disks[0].boot_order, spec.nics[0].boot_order) = (disk, nic);
+        })
+    };
+    let (disk, nic, cpu) = (
+        "spec.disks[0].bootOrder",
+        "spec.nics[0].bootOrder",
+        "spec.cpu.cores",
+    );
+    let uefi = firmware(v1::FirmwareType::Uefi, 60);
+    assert_eq!(refused(uefi.clone(), 16, 1), [cpu]);
+    assert_eq!(refused(uefi.clone(), 17, 0), [cpu, disk]);
+    assert_eq!(refused(uefi, 2, 2), [cpu, nic]);
+    let bios = firmware(v1::FirmwareType::Bios, 0);
+    assert_eq!(refused(bios.clone(), 1, 0), [cpu]);
+    assert_eq!(refused(bios, 0, 1), [cpu, nic]);
+    assert_eq!(refused(None, 1, 0), [cpu, disk]);
+    let menu = firmware(v1::FirmwareType::Auto, 61);
+    assert_eq!(refused(menu, 0, 0), [cpu, "spec.boot.firmware.menuSeconds"]);
 }
 
 #[test]

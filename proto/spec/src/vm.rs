@@ -13,7 +13,7 @@ use super::{
     balloon::Balloon,
     cloud_init::CloudInit,
     cpu::CpuShare,
-    disk::{Bus, Disk, Limit, MAX_SATA, RateGroup, RateLimit, Source},
+    disk::{BootOrder, Bus, Disk, Limit, MAX_SATA, RateGroup, RateLimit, Source},
     display::Display,
     firewall::Firewall,
     metadata::Metadata,
@@ -22,12 +22,15 @@ use super::{
     policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
     resources::{self, CpuSet, MemoryOptions},
     share::{MAX_SHARES, Share},
+    smbios::Smbios,
     topology::Topology,
 };
 
 const MIB: u64 = 1 << 20;
 /// Least guest RAM in bytes.
-pub const MIN_MEMORY: u64 = 128 * MIB;
+pub const MIN_MEMORY: u64 = 64 * MIB;
+/// Least guest RAM of a VM that may boot through UEFI, in bytes.
+pub const MIN_UEFI_MEMORY: u64 = 128 * MIB;
 /// Most guest RAM in bytes.
 pub const MAX_MEMORY: u64 = 4 << 40;
 /// Guest RAM is a multiple of this many bytes.
@@ -40,6 +43,8 @@ pub const MAX_CMDLINE: usize = 2047;
 pub const MAX_DISKS_AND_NICS: usize = 64;
 /// Most rate groups of a VM.
 pub const MAX_RATE_GROUPS: usize = 16;
+/// Longest name of a time zone in bytes.
+pub const MAX_ZONE: usize = 64;
 /// Longest name of a network interface in bytes (Linux' IFNAMSIZ less the final NUL).
 pub const MAX_IFNAME: usize = 15;
 
@@ -83,6 +88,10 @@ pub struct VmSpec {
     pub on_panic: OnPanic,
     /// Time of the guest's clock after a pause.
     pub clock: ClockOnResume,
+    /// Time zone of the real-time clock; empty for UTC.
+    pub timezone: String,
+    /// Identity in the SMBIOS tables.
+    pub smbios: Smbios,
     /// The balloon, if it has one.
     pub balloon: Option<Balloon>,
     /// The screen, if it has one.
@@ -143,8 +152,16 @@ pub enum Boot {
         append: String,
     },
     /// Firmware, which starts a boot loader from the disks and NICs in their order.
-    Firmware(FirmwareType),
+    Firmware {
+        /// `None` is the firmware that the disks need.
+        kind: Option<FirmwareType>,
+        /// Time for its boot menu, at most [`MAX_MENU_SECONDS`].
+        menu_seconds: u32,
+    },
 }
+
+/// Longest time for the boot menu of firmware, in seconds.
+pub const MAX_MENU_SECONDS: u32 = 60;
 
 /// Kind of firmware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,12 +172,32 @@ pub enum FirmwareType {
     Bios,
 }
 
+impl FirmwareType {
+    /// The firmware of a value of the API; `None` when the value names none.
+    pub fn of(wire: v1::FirmwareType) -> Option<Self> {
+        match wire {
+            v1::FirmwareType::Unspecified | v1::FirmwareType::Auto => None,
+            v1::FirmwareType::Uefi => Some(Self::Uefi),
+            v1::FirmwareType::Bios => Some(Self::Bios),
+        }
+    }
+}
+
+impl From<FirmwareType> for v1::FirmwareType {
+    fn from(kind: FirmwareType) -> Self {
+        match kind {
+            FirmwareType::Uefi => Self::Uefi,
+            FirmwareType::Bios => Self::Bios,
+        }
+    }
+}
+
 impl Boot {
     /// The kernel and the initial RAM disk on the node, if they are there.
     pub fn files(&self) -> (Option<&Path>, Option<&Path>) {
         match self {
             Self::Linux { kernel, initrd, .. } => (Some(kernel), initrd.as_deref()),
-            Self::Disk { .. } | Self::Firmware(_) => (None, None),
+            Self::Disk { .. } | Self::Firmware { .. } => (None, None),
         }
     }
 }
@@ -189,6 +226,8 @@ pub struct Nic {
     pub transmit_limit: Option<RateLimit>,
     /// The kernel carries packets (vhost-net).
     pub vhost: bool,
+    /// Position in the boot order.
+    pub boot_order: Option<BootOrder>,
 }
 
 impl Nic {
@@ -258,6 +297,14 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let backing = backing(&mut found, memory.backing);
         let memory = resources::memory(&mut found, &memory, backing);
         let boot = boot(&mut found, spec);
+        let may_be_uefi = match &boot {
+            Some(Boot::Firmware { kind, .. }) => *kind != Some(FirmwareType::Bios),
+            _ => false,
+        };
+        if may_be_uefi && (MIN_MEMORY..MIN_UEFI_MEMORY).contains(&memory_bytes) {
+            let least = format_args!("must be at least 128 MiB ({MIN_UEFI_MEMORY}) with UEFI firmware");
+            found.add("spec.memory.sizeBytes", least);
+        }
         let mut disks = list(
             &mut found,
             "spec.disks",
@@ -284,6 +331,8 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let on_crash = OnCrash::new(&mut found, spec.on_crash);
         let on_panic = OnPanic::new(&mut found, spec.on_panic, run_policy);
         let clock = ClockOnResume::new(&mut found, spec.clock.as_ref());
+        let timezone = timezone(&mut found, spec.clock.as_ref());
+        let smbios = spec.smbios.as_ref().map(|wire| Smbios::new(&mut found, wire));
         let field = "spec.rateGroups";
         let rate_groups = list(
             &mut found,
@@ -307,6 +356,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         );
         disks_together(&mut found, &disks, spec);
         sata(&mut found, &disks, spec, boot.as_ref());
+        boot_order(&mut found, spec, boot.as_ref());
         let balloon = Balloon::new(&mut found, spec);
         let shares = list(&mut found, "spec.shares", &spec.shares, MAX_SHARES, Share::new);
         if together + shares.len() > MAX_DISKS_AND_NICS && together <= MAX_DISKS_AND_NICS {
@@ -345,6 +395,8 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 on_crash,
                 on_panic,
                 clock,
+                timezone,
+                smbios: smbios.unwrap_or_default(),
                 balloon,
                 display,
                 virtio_console: spec.virtio_console.is_some(),
@@ -411,6 +463,7 @@ fn disks_together(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec) {
         Source::Path { path, .. } => ("path", path.display().to_string()),
         Source::Disk { name, .. } => ("disk", name.to_string()),
         Source::Seed => ("cloudInit", String::new()),
+        Source::Empty => ("medium", disk.name.to_string()),
     };
     let mut seen = BTreeMap::new();
     for disk in disks {
@@ -448,7 +501,7 @@ fn sata(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec, boot: Option<
         .disks
         .iter()
         .position(|disk| disk.name == first.name.as_str());
-    if boot.is_some_and(|boot| !matches!(boot, Boot::Firmware(_))) {
+    if boot.is_some_and(|boot| !matches!(boot, Boot::Firmware { .. })) {
         let wrong =
             "DISK_BUS_SATA needs spec.boot.firmware: boot the VM through firmware, or use DISK_BUS_VIRTIO";
         found.add(format_args!("spec.disks[{}].bus", index.unwrap_or(0)), wrong);
@@ -460,10 +513,47 @@ fn sata(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec, boot: Option<
     }
 }
 
+/// Checks the boot order, which is that of firmware: each position belongs to one device.
+fn boot_order(found: &mut Violations, spec: &v1::VmSpec, boot: Option<&Boot>) {
+    let disks = spec.disks.iter().enumerate();
+    let disks = disks.map(|(index, disk)| (format!("spec.disks[{index}].bootOrder"), disk.boot_order));
+    let nics = spec.nics.iter().enumerate();
+    let nics = nics.map(|(index, nic)| (format!("spec.nics[{index}].bootOrder"), nic.boot_order));
+    let mut seen = BTreeMap::new();
+    for (field, position) in disks.chain(nics).filter(|(_, position)| *position != 0) {
+        match boot {
+            Some(Boot::Linux { .. } | Boot::Disk { .. }) => {
+                found.add(&field, "needs spec.boot.firmware: only firmware has a boot order");
+            }
+            Some(Boot::Firmware {
+                kind: Some(FirmwareType::Bios),
+                ..
+            }) if field.starts_with("spec.nics") => {
+                found.add(&field, "must be left out with a BIOS, which boots from no NIC");
+            }
+            _ => {}
+        }
+        if let Some(other) = seen.insert(position, field.clone()) {
+            found.add(field, format_args!("position {position} is that of {other} too"));
+        }
+    }
+}
+
 pub(super) fn name(found: &mut Violations, field: &str, name: &str) -> Option<Name> {
     Name::try_from(name)
         .map_err(|error| found.add(field, format_args!("{error}, is \"{name}\"")))
         .ok()
+}
+
+/// The name of a time zone. Whether it exists is known to the node.
+fn timezone(found: &mut Violations, clock: Option<&v1::ClockSpec>) -> String {
+    let zone = clock.map_or("", |clock| clock.timezone.as_str());
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"/_+-".contains(&byte);
+    if zone.len() > MAX_ZONE || !zone.bytes().all(allowed) || zone.starts_with('/') {
+        let wanted = "must be a name as in \"Europe/Copenhagen\", or \"localtime\"";
+        found.add("spec.clock.timezone", wanted);
+    }
+    zone.to_owned()
 }
 
 fn memory_size(found: &mut Violations, bytes: u64) {
@@ -471,7 +561,7 @@ fn memory_size(found: &mut Violations, bytes: u64) {
     if !(MIN_MEMORY..=MAX_MEMORY).contains(&bytes) {
         found.add(
             field,
-            format_args!("must be 128 MiB to 4 TiB ({MIN_MEMORY} to {MAX_MEMORY}), is {bytes}"),
+            format_args!("must be 64 MiB to 4 TiB ({MIN_MEMORY} to {MAX_MEMORY}), is {bytes}"),
         );
     } else if !bytes.is_multiple_of(MEMORY_STEP) {
         found.add(
@@ -535,17 +625,23 @@ fn disk_boot(found: &mut Violations, boot: &v1::DiskBoot, spec: &v1::VmSpec) -> 
 }
 
 fn firmware_boot(found: &mut Violations, firmware: &v1::FirmwareBoot) -> Option<Boot> {
-    match v1::FirmwareType::try_from(firmware.r#type) {
-        Ok(v1::FirmwareType::Unspecified | v1::FirmwareType::Uefi) => {
-            Some(Boot::Firmware(FirmwareType::Uefi))
-        }
-        Ok(v1::FirmwareType::Bios) => Some(Boot::Firmware(FirmwareType::Bios)),
+    let menu_seconds = firmware.menu_seconds;
+    if menu_seconds > MAX_MENU_SECONDS {
+        found.add(
+            "spec.boot.firmware.menuSeconds",
+            format_args!("must be at most {MAX_MENU_SECONDS}, is {menu_seconds}"),
+        );
+    }
+    let kind = match v1::FirmwareType::try_from(firmware.r#type) {
+        Ok(v1::FirmwareType::Unspecified) => Some(FirmwareType::Uefi),
+        Ok(kind) => FirmwareType::of(kind),
         Err(_) => {
             let value = firmware.r#type;
             found.add("spec.boot.firmware.type", format_args!("unknown value {value}"));
-            None
+            return None;
         }
-    }
+    };
+    Some(Boot::Firmware { kind, menu_seconds })
 }
 
 fn linux_boot(found: &mut Violations, linux: &v1::LinuxBoot) -> Option<Boot> {
@@ -664,6 +760,7 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
     let mtu = nic::mtu(found, field, nic.mtu);
     let without = NicSwitches::new(found, field, &nic.disabled_offloads);
     let vhost = nic::vhost(found, field, nic.backend);
+    let boot_order = BootOrder::new(found, field, nic.boot_order);
     Some(Nic {
         name: name?,
         attachment: attachment?,
@@ -675,6 +772,7 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
         receive_limit,
         transmit_limit,
         vhost,
+        boot_order,
     })
 }
 

@@ -2,11 +2,12 @@
 
 use vmmd_spec::{
     balloon::Balloon,
-    disk::{Bus, Disk, Format, Limit, OnError, RateGroup, RateLimit},
+    disk::{Bus, Disk, Format, Limit, OnError, RateGroup, RateLimit, Source},
     display::Display,
     keyboard::Layout,
     pci,
     policy::OnCrash,
+    smbios::Smbios,
     vm::Nic,
 };
 
@@ -24,6 +25,7 @@ pub fn nic(nic: &Nic) -> vmm::Nic {
         link_down: !nic.link_up,
         receive_limit: nic.receive_limit.map(Into::into),
         transmit_limit: nic.transmit_limit.map(Into::into),
+        boot_order: nic.boot_order.map_or(0, Into::into),
         ..vmm::Nic::default()
     }
 }
@@ -59,7 +61,22 @@ pub fn disk(disk: &Disk, format: Format) -> vmm::Disk {
         rate_limit,
         rate_group,
         cdrom: disk.bus == Bus::Sata { cdrom: true },
+        empty: disk.source == Source::Empty,
+        boot_order: disk.boot_order.map_or(0, Into::into),
         ..Default::default()
+    }
+}
+
+/// Texts of the SMBIOS tables.
+pub fn smbios(smbios: &Smbios) -> vmm::Smbios {
+    vmm::Smbios {
+        serial: smbios.serial.clone(),
+        manufacturer: smbios.manufacturer.clone(),
+        product: smbios.product.clone(),
+        version: smbios.version.clone(),
+        sku: smbios.sku.clone(),
+        family: smbios.family.clone(),
+        asset_tag: smbios.asset_tag.clone(),
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
 use uuid::Uuid;
 use vmmd_spec::{
     Violations,
-    disk::{DEFAULT_QUEUES, Format, MAX_QUEUES, MAX_SATA, MAX_SERIAL, OnError, RateLimit},
+    disk::{BootOrder, DEFAULT_QUEUES, Format, MAX_QUEUES, MAX_SATA, MAX_SERIAL, OnError, RateLimit},
     display::is_size,
     keyboard::Layout,
     nic::{self, Mac, NicSwitches},
@@ -17,8 +17,9 @@ use vmmd_spec::{
     policy::OnCrash,
     resources::{HugePages, MAX_NUMA_NODE, MemoryOptions},
     share::{MAX_SHARES, MAX_TAG},
+    smbios::{Smbios, is_text},
     topology::Topology,
-    vm::{MAX_CMDLINE, MAX_DISKS_AND_NICS, MAX_MEMORY, MEMORY_STEP, MIN_MEMORY},
+    vm::{MAX_CMDLINE, MAX_DISKS_AND_NICS, MAX_MEMORY, MAX_MENU_SECONDS, MEMORY_STEP, MIN_MEMORY},
 };
 
 use crate::{convert, vmm};
@@ -70,6 +71,10 @@ pub struct Machine {
     pub on_crash: OnCrash,
     /// After a pause kvmclock continues with the host's real time.
     pub sync_clock: bool,
+    /// Texts of the SMBIOS tables; empty ones are the default. The UUID is [`Machine::uuid`].
+    pub smbios: Smbios,
+    /// Difference of the real-time clock to UTC: from a time on, in seconds of Unix time, so many seconds.
+    pub clock_offsets: Vec<(u64, i32)>,
 }
 
 /// How the guest of a machine begins.
@@ -90,6 +95,8 @@ pub enum Boot {
         code: FdIndex,
         /// The variables of UEFI firmware; absent for a BIOS.
         variables: Option<FdIndex>,
+        /// Time for the boot menu, at most [`MAX_MENU_SECONDS`].
+        menu_seconds: u32,
     },
 }
 
@@ -149,6 +156,10 @@ pub const MAX_CHANNELS: usize = 8;
 pub const MAX_CHANNEL_NAME: usize = 64;
 /// The channel that qemu-guest-agent opens.
 pub const AGENT_CHANNEL: &str = "org.qemu.guest_agent.0";
+/// End of the PCI slots of bus 0.
+const FIRST_BUS_END: u32 = 32;
+/// Most changes of the real-time clock's difference to UTC.
+pub const MAX_CLOCK_OFFSETS: usize = 64;
 /// Longest chain of images below an overlay.
 pub const MAX_BACKING: usize = 16;
 
@@ -177,8 +188,8 @@ pub struct BackingImage {
 pub struct Disk {
     /// Unique in the machine, not empty.
     pub name: String,
-    /// Image file or block device.
-    pub fd: FdIndex,
+    /// Image file or block device; `None` is a CD-ROM drive without a medium.
+    pub fd: Option<FdIndex>,
     /// How it is to be read.
     pub format: Format,
     /// The images below a qcow2 overlay, the nearest first.
@@ -200,6 +211,8 @@ pub struct Disk {
     pub serial: String,
     /// Where it is.
     pub place: DiskPlace,
+    /// Position in the boot order.
+    pub boot_order: Option<BootOrder>,
 }
 
 /// Where a disk is.
@@ -241,6 +254,8 @@ pub struct Nic {
     pub slot: PciSlot,
     /// Largest packet without the Ethernet header, in bytes (virtio 1.3, 5.1.4: 68 to 65,535).
     pub mtu: u16,
+    /// Position in the boot order.
+    pub boot_order: Option<BootOrder>,
 }
 
 /// A directory of the node, served by another process.
@@ -393,6 +408,8 @@ impl Machine {
             shares: shares(&mut claims, spec),
             on_crash: on_crash(&mut claims.found, spec.on_crash),
             sync_clock: spec.sync_clock,
+            smbios: smbios(&mut claims, spec.smbios.as_ref()),
+            clock_offsets: clock_offsets(&mut claims, &spec.clock_offsets),
         };
         let on_sata = |disk: &Disk| matches!(disk.place, DiskPlace::Sata { .. });
         if machine.disks.iter().any(on_sata) && !matches!(machine.boot, Boot::Firmware { .. }) {
@@ -469,6 +486,14 @@ fn boot(claims: &mut Claims, spec: &vmm::MachineSpec) -> Boot {
             variables: firmware
                 .variables_fd
                 .map(|index| claims.fd("firmware.variables_fd", index)),
+            menu_seconds: match firmware.menu_seconds {
+                seconds @ 0..=MAX_MENU_SECONDS => seconds,
+                seconds => {
+                    let wrong = format_args!("at most {MAX_MENU_SECONDS}, are {seconds}");
+                    claims.add("firmware.menu_seconds", wrong);
+                    0
+                }
+            },
         },
         (kernel, firmware) => {
             if firmware.is_some() {
@@ -488,6 +513,38 @@ fn boot(claims: &mut Claims, spec: &vmm::MachineSpec) -> Boot {
             }
         }
     }
+}
+
+fn smbios(claims: &mut Claims, wire: Option<&vmm::Smbios>) -> Smbios {
+    let wire = wire.cloned().unwrap_or_default();
+    let mut text = |text: String| {
+        if !is_text(&text) {
+            claims.add("smbios", format_args!("unsupported text {text:?}"));
+        }
+        text
+    };
+    Smbios {
+        uuid: None,
+        serial: text(wire.serial),
+        manufacturer: text(wire.manufacturer),
+        product: text(wire.product),
+        version: text(wire.version),
+        sku: text(wire.sku),
+        family: text(wire.family),
+        asset_tag: text(wire.asset_tag),
+    }
+}
+
+fn clock_offsets(claims: &mut Claims, wire: &[vmm::ClockOffset]) -> Vec<(u64, i32)> {
+    const DAY: u32 = 24 * 60 * 60;
+    let ascends = wire.is_sorted_by(|one, other| one.from < other.from);
+    let small = wire.iter().all(|offset| offset.seconds.unsigned_abs() <= DAY);
+    if wire.len() > MAX_CLOCK_OFFSETS || !ascends || !small {
+        let wrong = format_args!("at most {MAX_CLOCK_OFFSETS}, with ascending times, of a day at most");
+        claims.add("clock_offsets", wrong);
+        return Vec::new();
+    }
+    wire.iter().map(|offset| (offset.from, offset.seconds)).collect()
 }
 
 /// Records a violation for an unknown crash policy.
@@ -625,7 +682,10 @@ fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: imp
         claims.add(&field, "serial too long");
     }
     let format = image_format(claims, &field, wire.format);
-    let fd = claims.fd(&field, wire.fd);
+    if wire.empty && !wire.cdrom {
+        claims.add(&field, "only a CD-ROM drive can be empty");
+    }
+    let fd = (!wire.empty).then(|| claims.fd(&field, wire.fd));
     Disk {
         name: wire.name.clone(),
         fd,
@@ -668,7 +728,24 @@ fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: imp
         },
         serial: wire.serial.clone(),
         place: place(claims, &field, wire),
+        boot_order: boot_order(
+            claims,
+            &field,
+            wire.boot_order,
+            wire.sata_port.is_none().then_some(wire.pci_slot),
+        ),
     }
+}
+
+/// The position of a device in the boot order. `slot` is the slot of a PCI device.
+fn boot_order(claims: &mut Claims, field: &str, value: u32, slot: Option<u32>) -> Option<BootOrder> {
+    let position = BootOrder::new(&mut claims.found, field, value)?;
+    if slot.is_some_and(|slot| slot >= FIRST_BUS_END) {
+        let wrong = "firmware boots from the first PCI bus alone, and the device is on another one: put it before other disks or NICs, \
+                     or leave bootOrder out";
+        claims.add(field, wrong);
+    }
+    Some(position)
 }
 
 fn place(claims: &mut Claims, field: &str, wire: &vmm::Disk) -> DiskPlace {
@@ -791,6 +868,7 @@ fn nic(claims: &mut Claims, wire: &vmm::Nic) -> Nic {
             merge: wire.no_merge,
         },
         link_up: !wire.link_down,
+        boot_order: boot_order(claims, &field, wire.boot_order, Some(wire.pci_slot)),
         receive_limit: wire.receive_limit.as_ref().map(RateLimit::from),
         transmit_limit: wire.transmit_limit.as_ref().map(RateLimit::from),
     }

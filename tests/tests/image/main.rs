@@ -195,7 +195,10 @@ fn quick_start_makes_a_web_server_of_a_cloud_image(#[case] release: Release) {
                 .split(' ')
                 .map(|word| match word {
                     url if url.starts_with("https://") => mirror.source.clone(),
-                    "--wait" if command.starts_with("vmmctl run") => format!("--wait={BOOT}s"),
+                    // Firmware is slow here.
+                    "--wait" if command.starts_with("vmmctl run") => {
+                        format!("--fast-boot --wait={BOOT}s")
+                    }
                     "--with-disks" => "--with-disks --yes".into(),
                     // The unit is started before the program in it listens.
                     "curl" => "curl --retry 60 --retry-delay 3 --retry-connrefused".into(),

@@ -26,6 +26,8 @@ pub enum Command {
     Check(Check),
     /// Finds the kernel that is installed on a disk, and copies it and its initial RAM disk
     Boot(Boot),
+    /// Says which firmware boots a disk
+    Firmware(Firmware),
     /// Makes a raw image of a file of any known format, compressed or not; says how far it is in lines of JSON
     Import(Import),
 }
@@ -80,8 +82,9 @@ pub struct Resize {
     pub below: Below,
 }
 
+/// A disk of a VM.
 #[derive(Debug, Args)]
-pub struct Boot {
+pub struct Disk {
     /// Descriptor of the image, open for reading; no lock is taken
     #[arg(long, value_name = "FD")]
     pub fd: RawFd,
@@ -93,6 +96,21 @@ pub struct Boot {
     /// Length of the disk's logical blocks in bytes, as the guest will see them
     #[arg(long, value_name = "BYTES", default_value = "512")]
     pub logical_block: u64,
+}
+
+#[derive(Debug, Args)]
+pub struct Firmware {
+    #[command(flatten)]
+    pub disk: Disk,
+    /// The guest finds the disk in a CD-ROM drive
+    #[arg(long)]
+    pub cdrom: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Boot {
+    #[command(flatten)]
+    pub disk: Disk,
     /// Descriptor of an empty file for the kernel
     #[arg(long, value_name = "FD")]
     pub kernel_fd: RawFd,

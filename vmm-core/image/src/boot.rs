@@ -1,5 +1,5 @@
 //! `vmm-image boot`: finds the kernel that is installed on an untrusted disk, and copies the
-//! kernel.
+//! kernel. `vmm-image firmware`: chooses the firmware that boots such a disk.
 //!
 //! Like an import, the process has given up its rights before it reads the first byte.
 
@@ -19,12 +19,12 @@ use rustix::fs::FileType;
 use serde_json::{Value, json};
 
 use super::{
-    args::{Boot, Format},
+    args::{Boot, Disk, Firmware, Format},
     take, take_below,
 };
 use crate::{
     bootdisk::{
-        MAX_INITRD, find,
+        MAX_INITRD, find, firmware,
         medium::{Medium, Window},
         partitions,
     },
@@ -33,24 +33,10 @@ use crate::{
 
 /// Runs the command and returns a report of the kernel.
 pub fn boot(args: &Boot) -> Result<Value> {
-    let fd = take(args.fd)?;
-    let below = take_below(&args.below)?;
     let kernel = File::from(take(args.kernel_fd)?);
     let initrd = File::from(take(args.initrd_fd)?);
-    // The rest needs no calls outside the sandbox: a seek returns the size of a block device, and
-    // fstat its type.
-    confine::close_in_converter(MAX_INITRD)?;
-    let disk: Rc<dyn Medium> = match args.format {
-        Format::Raw => Rc::new(Raw::new(fd).context("look at the disk")?),
-        Format::Qcow2 => {
-            let below = below.into_iter().map(|(fd, format)| match format {
-                Format::Raw => Backing::Raw(fd),
-                Format::Qcow2 => Backing::Qcow2(fd),
-            });
-            Rc::new(Qcow2(Qcow2Image::open_without_lock(fd, below.collect())?))
-        }
-    };
-    partitions::check_block(&Window::whole(Rc::clone(&disk)), args.logical_block)
+    let disk = open(&args.disk, MAX_INITRD)?;
+    partitions::check_block(&Window::whole(Rc::clone(&disk)), args.disk.logical_block)
         .map_err(anyhow::Error::msg)?;
     let found = find(disk)?;
     let mut writer = BufWriter::with_capacity(1 << 20, &kernel);
@@ -66,6 +52,39 @@ pub fn boot(args: &Boot) -> Result<Value> {
         "cmdline": found.cmdline,
         "by": found.by,
     }))
+}
+
+/// Runs the command and returns the kind of firmware.
+pub fn firmware(args: &Firmware) -> Result<Value> {
+    let disk = open(&args.disk, 0)?;
+    let kind = match args.cdrom {
+        true => firmware::of_cdrom(disk),
+        false => firmware::of_disk(disk, args.disk.logical_block),
+    };
+    let kind = match kind.map_err(anyhow::Error::msg)? {
+        firmware::Firmware::Uefi => "uefi",
+        firmware::Firmware::Bios => "bios",
+    };
+    Ok(json!({ "firmware": kind }))
+}
+
+/// Gives up all rights but to write files of this many bytes, and opens the disk. The caller has taken its other descriptors.
+fn open(disk: &Disk, writes: u64) -> Result<Rc<dyn Medium>> {
+    let fd = take(disk.fd)?;
+    let below = take_below(&disk.below)?;
+    // The rest needs no calls outside the sandbox: a seek returns the size of a block device, and
+    // fstat its type.
+    confine::close_in_converter(writes)?;
+    Ok(match disk.format {
+        Format::Raw => Rc::new(Raw::new(fd).context("look at the disk")?),
+        Format::Qcow2 => {
+            let below = below.into_iter().map(|(fd, format)| match format {
+                Format::Raw => Backing::Raw(fd),
+                Format::Qcow2 => Backing::Qcow2(fd),
+            });
+            Rc::new(Qcow2(Qcow2Image::open_without_lock(fd, below.collect())?))
+        }
+    })
 }
 
 /// A raw disk: a file or a block device.

@@ -1,7 +1,7 @@
 //! Work on disk images of unknown origin, for the program `vmm-image`.
 //!
 //! This crate owns the formats of files that hold disks ([`foreign`], [`qcow2`], [`compression`]), layers of OCI images ([`layers`]),
-//! the import of both ([`import`]), the search for a kernel on a disk ([`bootdisk`]), and creation, resize and check of qcow2 and raw
+//! the import of both ([`import`]), the search for a kernel on a disk and the choice of its firmware ([`bootdisk`]), and creation, resize and check of qcow2 and raw
 //! images. The image is untrusted: the process works on inherited descriptors, gives up all other rights before it reads the first byte
 //! ([`confine`]), and limits all work that the content can cause.
 //!
@@ -82,6 +82,7 @@ fn run(command: &Command) -> Result<(Value, ExitCode)> {
         Command::Resize(args) => resize(args)?,
         Command::Check(args) => return check(args),
         Command::Boot(args) => boot::boot(args)?,
+        Command::Firmware(args) => boot::firmware(args)?,
         Command::Import(args) => import::import(args)?,
     };
     Ok((result, ExitCode::SUCCESS))

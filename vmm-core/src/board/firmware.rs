@@ -27,9 +27,10 @@ use rustix::fs::FileType;
 use vm_memory::{Bytes, GuestMemoryRegion, MemoryRegionAddress};
 use vmm_base::{GuestMemory, sys::file};
 use vmm_protocol::{
-    machine::{DiskPlace, Machine},
+    machine::{Boot, DiskPlace, Machine},
     vmm::ErrorKind,
 };
+use vmmd_spec::disk::BootOrder;
 
 use super::{
     COM1_PORT,
@@ -291,8 +292,7 @@ fn items(described: &Described<'_>) -> Result<Items, Failure> {
         (name::SMBIOS_ANCHOR, anchor),
         (name::SMBIOS_TABLES, table),
         (name::BOOT_ORDER, boot_order(described.machine)),
-        // Milliseconds: no menu.
-        (name::MENU_WAIT, vec![0; 2]),
+        (name::MENU_WAIT, menu_wait(described.machine)),
     ];
     if is_bios {
         // OVMF searches for the serial port.
@@ -304,6 +304,16 @@ fn items(described: &Described<'_>) -> Result<Items, Failure> {
             .map_err(|error| Failure::new(ErrorKind::Internal, &error))?;
     }
     Ok(items)
+}
+
+/// Time for the boot menu in milliseconds, of which OVMF reads 16 bits.
+fn menu_wait(machine: &Machine) -> Vec<u8> {
+    let seconds = match machine.boot {
+        Boot::Firmware { menu_seconds, .. } => menu_seconds,
+        Boot::Kernel { .. } => 0,
+    };
+    let milliseconds = u16::try_from(seconds.saturating_mul(1000)).unwrap_or(u16::MAX);
+    milliseconds.to_le_bytes().to_vec()
 }
 
 /// RAM as entries of the e820 map: address, length, type.
@@ -318,20 +328,29 @@ fn e820(map: Map, ram: u64) -> Vec<u8> {
     bytes
 }
 
-/// The devices that firmware tries, as Open Firmware paths, in order: disks, then NICs. Firmware sees bus 0 alone.
+/// The devices that firmware tries, as Open Firmware paths: first those with a position, then the other disks, then the other NICs.
+/// Firmware sees bus 0 alone.
 fn boot_order(machine: &Machine) -> Vec<u8> {
     let on_bus_0 = |slot: u8| (slot < 32).then_some(slot);
     let disks = machine.disks.iter().filter_map(|disk| match disk.place {
         DiskPlace::Virtio(slot) => {
             let slot = on_bus_0(slot.number())?;
-            Some(format!("/pci@i0cf8/scsi@{slot:x}/disk@0,0"))
+            let path = format!("/pci@i0cf8/scsi@{slot:x}/disk@0,0");
+            Some((disk.boot_order, path))
         }
-        DiskPlace::Sata { port, .. } => Some(format!("/pci@i0cf8/pci8086,2922@1f,2/drive@{port:x}/disk@0")),
+        DiskPlace::Sata { port, .. } => {
+            let path = format!("/pci@i0cf8/pci8086,2922@1f,2/drive@{port:x}/disk@0");
+            Some((disk.boot_order, path))
+        }
     });
-    let nics = machine.nics.iter().filter_map(|nic| on_bus_0(nic.slot.number()));
-    let paths: Vec<String> = disks
-        .chain(nics.map(|slot| format!("/pci@i0cf8/ethernet@{slot:x}/ethernet-phy@0")))
-        .collect();
+    let nics = machine.nics.iter().filter_map(|nic| {
+        let slot = on_bus_0(nic.slot.number())?;
+        let path = format!("/pci@i0cf8/ethernet@{slot:x}/ethernet-phy@0");
+        Some((nic.boot_order, path))
+    });
+    let mut devices: Vec<_> = disks.chain(nics).collect();
+    BootOrder::sort(&mut devices, |(position, _)| *position);
+    let paths: Vec<_> = devices.into_iter().map(|(_, path)| path).collect();
     let mut bytes = paths.join("\n").into_bytes();
     bytes.push(0);
     bytes
@@ -421,11 +440,13 @@ mod tests {
 
     use super::*;
 
-    fn machine() -> Machine {
-        let disk = |name: &str, fd, pci_slot| vmm::Disk {
+    /// A machine whose devices have these positions in the boot order: `far`, `root`, `cd`, `data`, `eth0`.
+    fn machine([far, root, cd, data, eth0]: [u32; 5]) -> Machine {
+        let disk = |name: &str, fd, pci_slot, boot_order| vmm::Disk {
             name: name.into(),
             fd,
             pci_slot,
+            boot_order,
             ..Default::default()
         };
         let spec = vmm::MachineSpec {
@@ -435,18 +456,19 @@ mod tests {
             firmware: Some(vmm::Firmware {
                 code_fd: 1,
                 variables_fd: Some(2),
+                menu_seconds: 5,
             }),
             rng_pci_slot: 1,
             rng_fd: 3,
             disks: vec![
-                disk("far", 4, 33),
-                disk("root", 5, 10),
+                disk("far", 4, 33, far),
+                disk("root", 5, 10, root),
                 vmm::Disk {
                     sata_port: Some(3),
                     cdrom: true,
-                    ..disk("cd", 8, 0)
+                    ..disk("cd", 8, 0, cd)
                 },
-                disk("data", 6, 2),
+                disk("data", 6, 2, data),
             ],
             nics: vec![vmm::Nic {
                 name: "eth0".into(),
@@ -454,6 +476,7 @@ mod tests {
                 pci_slot: 3,
                 mac: vec![2, 0, 0, 0, 0, 1],
                 mtu: 1500,
+                boot_order: eth0,
                 ..Default::default()
             }],
             ..Default::default()
@@ -462,15 +485,27 @@ mod tests {
     }
 
     #[test]
-    fn boot_order_is_disks_then_nics_of_bus_0() {
-        let expected = [
+    fn boot_order_is_by_position_then_disks_then_nics_of_bus_0() {
+        let [root, cd, data, eth0] = [
             "/pci@i0cf8/scsi@a/disk@0,0",
             "/pci@i0cf8/pci8086,2922@1f,2/drive@3/disk@0",
             "/pci@i0cf8/scsi@2/disk@0,0",
-            "/pci@i0cf8/ethernet@3/ethernet-phy@0\0",
-        ]
-        .join("\n");
-        assert_eq!(String::from_utf8(boot_order(&machine())).unwrap(), expected);
+            "/pci@i0cf8/ethernet@3/ethernet-phy@0",
+        ];
+        for (positions, expected) in [
+            ([0; 5], [root, cd, data, eth0]),
+            ([0, 0, 0, 1, 0], [data, root, cd, eth0]),
+            ([0, 3, 2, 0, 1], [eth0, cd, root, data]),
+            ([0, 4, 3, 16, 2], [eth0, cd, root, data]),
+        ] {
+            let order = String::from_utf8(boot_order(&machine(positions))).unwrap();
+            assert_eq!(order, format!("{}\0", expected.join("\n")), "{positions:?}");
+        }
+    }
+
+    #[test]
+    fn boot_menu_waits_in_milliseconds_of_16_bits() {
+        assert_eq!(menu_wait(&machine([0; 5])), 5000_u16.to_le_bytes());
     }
 
     #[test]

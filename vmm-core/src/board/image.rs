@@ -15,7 +15,7 @@ use vmm_base::{
     thread::{self, ThreadKind},
 };
 use vmm_protocol::{machine::Boot, vmm::ErrorKind};
-use vmmd_spec::topology::Topology;
+use vmmd_spec::{smbios::Smbios, topology::Topology};
 
 use super::{
     COM1_GSI, COM1_PORT, GENERATION_GSI, HOTPLUG_GSI, KEYBOARD_GSI, POWER_BUTTON_GSI,
@@ -60,6 +60,7 @@ pub struct Image {
     source: Source,
     uuid: Uuid,
     serial: String,
+    texts: Smbios,
     topology: Topology,
     platform: Platform,
     screen: Option<BootFramebuffer>,
@@ -98,7 +99,7 @@ impl Image {
                 },
                 cmdline: cmdline.clone(),
             }),
-            Boot::Firmware { code, variables } => {
+            Boot::Firmware { code, variables, .. } => {
                 let code = File::from(fds.take(*code)?);
                 match variables {
                     Some(_) => Source::Uefi(code),
@@ -109,7 +110,11 @@ impl Image {
         Ok(Self {
             source,
             uuid: spec.uuid,
-            serial: spec.uuid.to_string(),
+            serial: match spec.smbios.serial.as_str() {
+                "" => spec.uuid.to_string(),
+                serial => serial.to_owned(),
+            },
+            texts: spec.smbios.clone(),
             topology: spec.topology,
             platform: platform(map(spec), apic_ids, windows, spec.display.is_some()),
             screen: spec
@@ -208,6 +213,7 @@ impl Image {
         System {
             uuid: self.uuid.into_bytes(),
             serial: &self.serial,
+            texts: &self.texts,
             sockets: self.topology.sockets,
             cores_per_socket: self.topology.cores_per_socket,
             ram,

@@ -333,6 +333,11 @@ impl lifecycle::Machine for Machine {
                 self.disks.attach(token, &given(attach.disk, "disk")?, fds)?;
                 return Ok(Progress::Pending);
             }
+            Op::ChangeMedium(change) => {
+                let disk = given(change.disk, "disk")?;
+                self.disks.change_medium(token, &disk, change.force, fds)?;
+                return Ok(Progress::Pending);
+            }
             Op::DetachDisk(detach) => return self.disks.detach(token, &detach.name, detach.force),
             Op::ResizeDisk(resize) => {
                 let capacity = (resize.capacity_bytes != 0).then_some(resize.capacity_bytes);

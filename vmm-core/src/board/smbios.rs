@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use vmmd_spec::smbios::Smbios;
+
 use crate::memory::layout::{self, Map};
 
 /// Properties that the tables describe.
@@ -11,6 +13,8 @@ pub struct System<'a> {
     pub uuid: [u8; 16],
     /// The system's serial number.
     pub serial: &'a str,
+    /// Other texts; empty ones are the default.
+    pub texts: &'a Smbios,
     /// Processor sockets.
     pub sockets: u32,
     /// In each of them; one thread each.
@@ -23,6 +27,7 @@ pub struct System<'a> {
 
 const MANUFACTURER: &str = "vmmd";
 const PRODUCT: &str = "vmmd";
+const FAMILY: &str = "Virtual Machine";
 const VERSION: &str = "platform v1";
 const ENTRY_LENGTH: usize = 24;
 /// Structures begin at the next paragraph behind the entry point.
@@ -166,16 +171,32 @@ fn bios(table: &mut Table) {
 fn this_system(table: &mut Table, system: &System<'_>) {
     /// Power switch.
     const WAKE_UP: u8 = 6;
+    let texts = system.texts;
+    let mut strings = vec![
+        or(&texts.manufacturer, MANUFACTURER),
+        or(&texts.product, PRODUCT),
+        or(&texts.version, VERSION),
+        system.serial,
+        or(&texts.family, FAMILY),
+    ];
+    let sku = further(&mut strings, &texts.sku);
     let mut body = vec![1, 2, 3, 4];
     body.extend(wire_uuid(system.uuid));
-    // Wake-up type; no SKU number; family.
-    body.extend([WAKE_UP, 0, 5]);
-    table.add(
-        1,
-        0x100,
-        &body,
-        &[MANUFACTURER, PRODUCT, VERSION, system.serial, "Virtual Machine"],
-    );
+    body.extend([WAKE_UP, sku, 5]);
+    table.add(1, 0x100, &body, &strings);
+}
+
+fn or<'a>(text: &'a str, default: &'a str) -> &'a str {
+    if text.is_empty() { default } else { text }
+}
+
+/// Adds an optional string; returns its number, 0 when there is none (6.1.3).
+fn further<'a>(strings: &mut Vec<&'a str>, text: &'a str) -> u8 {
+    if text.is_empty() {
+        return 0;
+    }
+    strings.push(text);
+    u8::try_from(strings.len()).unwrap_or(0)
 }
 
 /// 7.2.1: the first three fields are little-endian.
@@ -191,11 +212,13 @@ fn chassis(table: &mut Table, system: &System<'_>) {
     const OTHER: u8 = 1;
     const SAFE: u8 = 3;
     const UNKNOWN: u8 = 2;
-    let mut body = vec![1, OTHER, 2, 3, 0, SAFE, SAFE, SAFE, UNKNOWN];
+    let mut strings = vec![MANUFACTURER, VERSION, system.serial];
+    let asset_tag = further(&mut strings, &system.texts.asset_tag);
+    let mut body = vec![1, OTHER, 2, 3, asset_tag, SAFE, SAFE, SAFE, UNKNOWN];
     // OEM-defined; height, power cords, contained elements and their length; no SKU number.
     body.extend([0; 4]);
     body.extend([0, 0, 0, 0, 0]);
-    table.add(3, 0x300, &body, &[MANUFACTURER, VERSION, system.serial]);
+    table.add(3, 0x300, &body, &strings);
 }
 
 /// 7.5: type 4.
@@ -305,6 +328,16 @@ mod tests {
             0x00, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88, 0x99, 0xaa, 0xbb, 0xcc, 0xdd, 0xee, 0xff,
         ],
         serial: "web-1",
+        texts: &Smbios {
+            uuid: None,
+            serial: String::new(),
+            manufacturer: String::new(),
+            product: String::new(),
+            version: String::new(),
+            sku: String::new(),
+            family: String::new(),
+            asset_tag: String::new(),
+        },
         sockets: 2,
         cores_per_socket: 12,
         ram: 5 * layout::GIB,
@@ -336,6 +369,35 @@ mod tests {
             .filter(|(found, ..)| *found == kind)
             .map(|(_, bytes, strings)| (bytes, strings))
             .collect()
+    }
+
+    #[test]
+    fn texts_of_the_user_replace_the_defaults() {
+        let texts = Smbios {
+            manufacturer: "Example".into(),
+            sku: "APP-3".into(),
+            asset_tag: "rack-7".into(),
+            ..Smbios::default()
+        };
+        let system = System {
+            texts: &texts,
+            ..SYSTEM
+        };
+        let found = structures(&parts(&system, EntryPoint::Wide).1);
+        let of = |kind: u8| found.iter().find(|(found, ..)| *found == kind).unwrap();
+        let (_, formatted, strings) = of(1);
+        assert_eq!(
+            *strings,
+            ["Example", PRODUCT, VERSION, "web-1", FAMILY, "APP-3"].map(str::to_owned)
+        );
+        // SKU number and family (7.2).
+        assert_eq!(formatted[0x19..0x1b], [6, 5]);
+        let (_, formatted, strings) = of(3);
+        assert_eq!((formatted[8], strings[3].as_str()), (4, "rack-7"));
+        // Without them there is no string.
+        let found = structures(&parts(&SYSTEM, EntryPoint::Wide).1);
+        let of = |kind: u8| found.iter().find(|(found, ..)| *found == kind).unwrap();
+        assert_eq!((of(1).1[0x19], of(3).1[8]), (0, 0));
     }
 
     #[test]

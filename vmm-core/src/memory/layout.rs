@@ -49,7 +49,7 @@ pub const GIB: u64 = 1 << 30;
 /// RAM comes in multiples of this, and begins at multiples of this on guest and host: the size of a huge page.
 pub const RAM_ALIGNMENT: u64 = 2 * MIB;
 /// The least RAM that a machine has, in bytes.
-pub const RAM_MIN: u64 = 128 * MIB;
+pub const RAM_MIN: u64 = 64 * MIB;
 /// The most RAM that a machine has, in bytes.
 pub const RAM_MAX: u64 = 4096 * GIB;
 

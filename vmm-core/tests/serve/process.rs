@@ -482,6 +482,7 @@ impl Client {
             memory_bytes: 128 << 20,
             kvm_fd: 0,
             firmware: Some(Firmware {
+                menu_seconds: 0,
                 code_fd: 1,
                 variables_fd: Some(5),
             }),

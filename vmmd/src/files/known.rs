@@ -70,7 +70,7 @@ pub fn any_of(known: &Known) -> Known {
 pub fn any_of_disks(spec: &VmSpec) -> Known {
     let paths = spec.disks.iter().filter_map(|disk| match &disk.source {
         Source::Path { path, .. } => Some((key(path), FileRecord::default())),
-        Source::Disk { .. } | Source::Seed => None,
+        Source::Disk { .. } | Source::Seed | Source::Empty => None,
     });
     paths.collect()
 }

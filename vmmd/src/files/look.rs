@@ -145,7 +145,7 @@ fn named_by_path(spec: &VmSpec) -> Vec<(String, &Path, Named)> {
             let path = beneath.as_ref().unwrap_or(path);
             Some((format!("spec.disks[{index}].path"), path.as_path(), Named::Disk))
         }
-        Source::Disk { .. } | Source::Seed => None,
+        Source::Disk { .. } | Source::Seed | Source::Empty => None,
     });
     let shares = spec.shares.iter().enumerate();
     let shares = shares.map(|(index, share)| {

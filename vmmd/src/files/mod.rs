@@ -12,6 +12,7 @@ pub mod state_dir;
 
 use std::{
     collections::BTreeMap,
+    fs::File,
     io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
@@ -155,7 +156,7 @@ pub fn open(
     }
     let cmdline = match &spec.boot {
         Boot::Linux { cmdline, .. } => cmdline.clone(),
-        Boot::Disk { .. } | Boot::Firmware(_) => String::new(),
+        Boot::Disk { .. } | Boot::Firmware { .. } => String::new(),
     };
     let files = Files {
         kernel,
@@ -179,7 +180,7 @@ fn beyond(spec: &VmSpec, of_disks: usize) -> Option<Failure> {
     let has_initrd = match &spec.boot {
         Boot::Linux { initrd, .. } => initrd.is_some(),
         // As many: the code and the variables.
-        Boot::Disk { .. } | Boot::Firmware(_) => true,
+        Boot::Disk { .. } | Boot::Firmware { .. } => true,
     };
     let all = OTHER_FDS + usize::from(has_initrd) + nic_queues(spec) + of_disks + spec.shares.len();
     let too_many = all.checked_sub(MAX_FDS).filter(|too_many| *too_many > 0)?;
@@ -235,7 +236,7 @@ pub fn named(spec: &VmSpec, sources: &Sources<'_>) -> Vec<PathBuf> {
 /// Path of a disk, followed by the paths of its backing files.
 pub fn paths(disk: &Disk, sources: &Sources<'_>) -> Vec<PathBuf> {
     match &disk.source {
-        Source::Seed => Vec::new(),
+        Source::Seed | Source::Empty => Vec::new(),
         Source::Path { path, .. } => vec![path.clone()],
         Source::Disk { name, .. } => {
             let resolved = sources.disks.resolve(&sources.folder, name.as_str()).ok();
@@ -269,6 +270,7 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
     let (label, path, within, format, below) = match &disk.source {
         // Made when the VM starts, and opened nowhere else.
         Source::Seed => return Err(Failure::internal("the seed of cloud-init can't be opened")),
+        Source::Empty => return empty().map_err(|error| no_medium(field, &error)),
         Source::Path {
             path,
             format,
@@ -348,6 +350,21 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
         opened.backing.push((image.fd, format));
     }
     Ok(opened)
+}
+
+/// A drive without a medium has no file: the null device is in its place.
+fn empty() -> io::Result<OpenDisk> {
+    Ok(OpenDisk {
+        fd: File::open("/dev/null")?.into(),
+        format: Format::Iso,
+        backing: Vec::new(),
+        discard_granularity: None,
+        ids: Vec::new(),
+    })
+}
+
+fn no_medium(field: &str, error: &io::Error) -> Failure {
+    Failure::internal(format!("{field}: open the null device: {}", text::words(error)))
 }
 
 /// Locks an image. The refusal names the holder of the lock.

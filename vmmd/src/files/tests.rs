@@ -41,6 +41,8 @@ fn case() -> Case {
         on_crash: vmmd_spec::policy::OnCrash::default(),
         on_panic: vmmd_spec::policy::OnPanic::default(),
         clock: vmmd_spec::policy::ClockOnResume::default(),
+        timezone: String::new(),
+        smbios: vmmd_spec::smbios::Smbios::default(),
         balloon: None,
         display: None,
         virtio_console: false,

@@ -17,6 +17,7 @@ pub(super) struct Asked {
     pub(super) grace: Option<Duration>,
     pub(super) deadline: Option<Duration>,
     pub(super) evacuate: bool,
+    pub(super) reset_nvram: bool,
 }
 
 impl Asked {
@@ -27,6 +28,7 @@ impl Asked {
             grace: None,
             deadline: None,
             evacuate: false,
+            reset_nvram: false,
         }
     }
 }
@@ -45,6 +47,7 @@ impl Vms {
                 grace: asked.grace,
                 deadline: asked.deadline,
                 evacuate: asked.evacuate,
+                reset_nvram: asked.reset_nvram,
                 ..Life::new(asked.context, asked.request, reply)
             })
         };

@@ -36,6 +36,7 @@ pub fn parse(
         apply,
         grace_period,
         no_wait,
+        force_media,
         ..
     } = request;
     let mut found = Violations::default();
@@ -65,6 +66,7 @@ pub fn parse(
         mode,
         grace,
         no_wait,
+        force_media,
         context,
     };
     // The result of a mask is only known when it is applied.

@@ -144,6 +144,7 @@ impl VmService for Vms {
         once(&self.host, request, |host, request, context| async move {
             let asked = Asked {
                 deadline: timeout(request.timeout)?,
+                reset_nvram: request.reset_nvram,
                 ..Asked::new(command::Request::Start, context)
             };
             let (vm, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;

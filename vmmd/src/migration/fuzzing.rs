@@ -255,6 +255,7 @@ mod tests {
                     ("eth1".to_owned(), place(3, 0)),
                 ]
                 .into(),
+                firmware: 2,
             }),
             cpu_features: vec!["avx".into()],
             disks: vec![v1::PeerDisk {

@@ -163,6 +163,7 @@ pub fn refuse_what_stays(spec: &VmSpec) -> Result<(), Failure> {
                 format: Format::Raw, ..
             }
             | Source::Seed
+            | Source::Empty
             | Source::Disk { .. } => {}
             Source::Path { .. } => {
                 let why = "and a qcow2 image by path can't go to another node while it is written to: raw disks on storage that both nodes share can, \

@@ -227,6 +227,7 @@ fn offer(
             rng_slot: hardware.rng_slot,
             disk_slots: hardware.disk_slots.into_iter().collect(),
             nics,
+            firmware: hardware.firmware,
         }),
         cpu_features,
         disks,

@@ -121,6 +121,7 @@ fn hardware(wire: &v1::PeerHardware) -> Hardware {
         nics: wire.nics.iter().map(nic).collect::<BTreeMap<_, _>>(),
         // A VM with shares is not migrated.
         share_slots: BTreeMap::new(),
+        firmware: wire.firmware,
     }
 }
 

@@ -177,6 +177,10 @@ pub struct Hardware {
     /// By the share's name: its PCI device number.
     #[prost(btree_map = "string, uint32", tag = "4")]
     pub share_slots: BTreeMap<String, u32>,
+    /// The firmware that was chosen for a VM with FIRMWARE_TYPE_AUTO, a value of the API's
+    /// `FirmwareType`; 0 before its first start, and for all other VMs.
+    #[prost(int32, tag = "5")]
+    pub firmware: i32,
 }
 
 /// A NIC's part of [`Hardware`].

@@ -152,6 +152,7 @@ async fn a_record_keeps_every_field() {
             disk_slots: [("root".to_owned(), 10)].into(),
             nics: [("eth0".to_owned(), nic)].into(),
             share_slots: [("data".to_owned(), 95)].into(),
+            firmware: 2,
         }),
         intent: Intent::Running.into(),
         instance: Some(InstanceRecord {

@@ -35,7 +35,7 @@ fn disk(path: &str) -> DiskSpec {
 #[case::relative_path(|vm: &mut v1::Vm| linux(vm).kernel = "vmlinuz".into(), "spec.boot.linux.kernel")]
 #[case::run_policy(|vm: &mut v1::Vm| spec(vm).run_policy = 77, "spec.runPolicy")]
 #[case::crash_policy(|vm: &mut v1::Vm| spec(vm).on_crash = 77, "spec.onCrash")]
-#[case::clock(|vm: &mut v1::Vm| spec(vm).clock = Some(v1::ClockSpec { on_resume: 77 }), "spec.clock.onResume")]
+#[case::clock(|vm: &mut v1::Vm| spec(vm).clock = Some(v1::ClockSpec { on_resume: 77, ..Default::default() }), "spec.clock.onResume")]
 #[case::no_spec(|vm: &mut v1::Vm| vm.spec = None, "spec")]
 #[tokio::test]
 async fn a_manifest_with_a_wrong_field_is_refused_by_the_fields_path(

@@ -124,7 +124,7 @@ async fn a_guest_gets_its_seed_and_nobody_is_shown_the_secrets() {
     daemon.kill_vm("web").await.unwrap();
     let again = daemon.start_vm("web").await.unwrap();
     let after = seed(vm_pid(&again)).unwrap();
-    assert!(has(&after, USER_DATA) && has(&after, "\"local-hostname\":\"other\""));
+    assert!(has(&after, USER_DATA) && has(&after, "local-hostname: other\n"));
     assert_eq!(leaks(daemon.folder.path()), Vec::<String>::new());
 }
 

@@ -33,6 +33,7 @@ mod lifecycle;
 mod limits;
 mod list;
 mod managed;
+mod media;
 mod metrics;
 mod migration;
 mod migration_disks;

@@ -143,6 +143,7 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         Op::DetachNic(request) => return nics::detach(guest, &request),
         Op::AttachDisk(request) => return disks::attach(guest, request, fds),
         Op::DetachDisk(request) => return disks::detach(guest, &request),
+        Op::ChangeMedium(request) => return disks::change_medium(guest, request, fds),
         Op::ResizeDisk(request) => return disks::resize(guest, &request),
         Op::SetRateLimit(request) => return disks::limit(guest, &request),
         Op::GetDiskStats(_) => return disks::stats(guest),

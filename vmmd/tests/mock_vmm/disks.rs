@@ -6,9 +6,9 @@ use std::{
 };
 
 use vmm_protocol::vmm::{
-    AttachDisk, DetachDisk, Disk, DiskDetached, DiskStats, DiskStatsReply, Error, ErrorKind, ImageFormat,
-    MachineStats, OperationStats, ResizeDisk, SetRateLimit, VcpuStats, event, response::Result as Outcome,
-    set_rate_limit::Target,
+    AttachDisk, ChangeMedium, DetachDisk, Disk, DiskDetached, DiskStats, DiskStatsReply, Error, ErrorKind,
+    ImageFormat, MachineStats, OperationStats, ResizeDisk, SetRateLimit, VcpuStats, event,
+    response::Result as Outcome, set_rate_limit::Target,
 };
 
 use crate::{guest::Guest, nics, shares};
@@ -27,7 +27,10 @@ impl Plugged {
     /// Takes the disk's descriptors out of the received ones.
     pub fn new(wire: Disk, fds: &mut [Option<OwnedFd>]) -> Self {
         let mut take = |index: u32| fds[index as usize].take().unwrap();
-        let image = File::from(take(wire.fd));
+        let image = match wire.empty {
+            true => File::open("/dev/null").unwrap(),
+            false => File::from(take(wire.fd)),
+        };
         let below = wire.backing.iter().map(|image| take(image.fd)).collect();
         let capacity = capacity(&image, wire.format());
         Self {
@@ -90,6 +93,23 @@ pub fn attach(guest: &Guest, request: AttachDisk, fds: Vec<OwnedFd>) -> Option<O
     let mut fds: Vec<_> = fds.into_iter().map(Some).collect();
     guest.disks().push(Plugged::new(wire, &mut fds));
     (how.as_deref() != Some("lost")).then(|| Outcome::Status(guest.status()))
+}
+
+/// A guest keeps the medium of a drive with the serial `locked`.
+pub fn change_medium(guest: &Guest, request: ChangeMedium, fds: Vec<OwnedFd>) -> Option<Outcome> {
+    let wire = request.disk.as_ref().unwrap();
+    if wire.serial == "locked" && !request.force {
+        return refuse(ErrorKind::State, "the guest prevents the removal of the medium");
+    }
+    let mut fds: Vec<_> = fds.into_iter().map(Some).collect();
+    let medium = Plugged::new(request.disk.unwrap(), &mut fds);
+    let mut disks = guest.disks();
+    let drive = disks
+        .iter_mut()
+        .find(|plugged| plugged.wire.name == medium.wire.name);
+    *drive.unwrap() = medium;
+    drop(disks);
+    Some(Outcome::Status(guest.status()))
 }
 
 /// `mock.eject=ignore`: the guest does nothing, until `eject NAME` is typed. `hang`: nothing comes back.

@@ -14,7 +14,7 @@ fn drive() -> Harness {
 }
 
 /// A packet whose data, of so many bytes, is transferred by DMA.
-fn packet(bytes: &[u8], length: u32) -> Request {
+pub(super) fn packet(bytes: &[u8], length: u32) -> Request {
     Request {
         command: 0xa0,
         features: 1,
@@ -34,17 +34,17 @@ fn sense(harness: &mut Harness) -> (u8, u8, u8) {
     (data[2], data[12], data[13])
 }
 
-fn refused(harness: &mut Harness, bytes: &[u8], length: u32) -> (u8, u8, u8) {
+pub(super) fn refused(harness: &mut Harness, bytes: &[u8], length: u32) -> (u8, u8, u8) {
     let error = fails(harness, &packet(bytes, length));
     let sense = sense(harness);
     assert_eq!(error, sense.0 << 4 | 4);
     sense
 }
 
-const READY: [u8; 6] = [0; 6];
+pub(super) const READY: [u8; 6] = [0; 6];
 const EJECT: [u8; 5] = [0x1b, 0, 0, 0, 2];
 const LOAD: [u8; 5] = [0x1b, 0, 0, 0, 3];
-const TRAY_OPEN: (u8, u8, u8) = (2, 0x3a, 2);
+pub(super) const TRAY_OPEN: (u8, u8, u8) = (2, 0x3a, 2);
 
 #[test]
 fn drive_is_found_by_its_signature() {

@@ -5,6 +5,7 @@ use crate::virtio::blk::{OnError, harness::host};
 
 mod ata;
 mod atapi;
+mod media;
 mod port;
 mod threads;
 

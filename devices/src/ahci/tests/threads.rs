@@ -374,7 +374,7 @@ fn states_of_other_drives_are_refused() {
                 state.ports[0].disk.as_mut().unwrap().ncq_error = vec![1];
             }),
             ("ports.cdrom.event", |state| {
-                state.ports[1].cdrom.as_mut().unwrap().event = 1;
+                state.ports[1].cdrom.as_mut().unwrap().event = 4;
             }),
             ("interrupt_status", |state| state.interrupt_status = 4),
             ("pci", |state| state.pci = None),

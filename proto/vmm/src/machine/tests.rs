@@ -52,6 +52,7 @@ fn a_machine_has_a_kernel_or_firmware() {
     let firmware = vmm::MachineSpec {
         kernel: None,
         firmware: Some(vmm::Firmware {
+            menu_seconds: 0,
             code_fd: 1,
             variables_fd: Some(4),
         }),
@@ -59,11 +60,18 @@ fn a_machine_has_a_kernel_or_firmware() {
     };
     let valid = Machine::new(&firmware, 5).unwrap();
     let (code, variables) = (machine::FdIndex(1), Some(machine::FdIndex(4)));
-    assert_eq!(valid.boot, machine::Boot::Firmware { code, variables });
+    let menu_seconds = 0;
+    let expected = machine::Boot::Firmware {
+        code,
+        variables,
+        menu_seconds,
+    };
+    assert_eq!(valid.boot, expected);
     assert!(Machine::new(&firmware, 4).is_err());
     let both = vmm::MachineSpec {
         kernel: machine().kernel,
         firmware: Some(vmm::Firmware {
+            menu_seconds: 0,
             code_fd: 4,
             variables_fd: Some(5),
         }),
@@ -262,6 +270,7 @@ fn sata_disk_has_a_port_of_its_own_in_a_machine_with_firmware() {
         spec.kernel = None;
         // Instead of the kernel, and one more.
         spec.firmware = Some(vmm::Firmware {
+            menu_seconds: 0,
             code_fd: 1,
             variables_fd: Some(5),
         });

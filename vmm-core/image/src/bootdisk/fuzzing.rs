@@ -6,7 +6,7 @@ use std::{
     rc::Rc,
 };
 
-use super::{bls, find_within, grub, loader::default_of_loader, medium::Medium, uki};
+use super::{bls, find_within, firmware, grub, loader::default_of_loader, medium::Medium, uki};
 
 /// Bytes of a sector. A piece of a disk says where it is in two bytes, so a disk has 32 MiB.
 const SECTOR: u64 = 512;
@@ -24,7 +24,7 @@ const LONGEST: u64 = 4 << 20;
 /// Searches for a bootable kernel in input of the form that the first byte selects:
 ///
 /// - 0: a disk of pieces, each with the number of its first sector and its length in two bytes each
-///   (little-endian); a found kernel is copied;
+///   (little-endian); the firmware that boots it is chosen, and a found kernel is copied;
 /// - 1: a grub.cfg, with the environment block and a zero byte before it;
 /// - 2: boot loader entries: the environment block, loader.conf, and entries whose first line is
 ///   their name; a zero byte between them;
@@ -43,6 +43,8 @@ pub fn boot_disk(data: &[u8]) {
 
 fn disk(data: &[u8]) {
     let disk: Rc<dyn Medium> = Rc::new(Pieces::new(data));
+    let _refused = firmware::of_disk(Rc::clone(&disk), SECTOR);
+    let _refused = firmware::of_cdrom(Rc::clone(&disk));
     if let Ok(found) = find_within(disk, LOOKING, COPYING) {
         let _damaged = found.copy_kernel(&mut Sink(LONGEST));
         let _damaged = found.copy_initrd(&mut Sink(LONGEST));

@@ -12,6 +12,7 @@ mod btrfs;
 mod ext4;
 mod fat;
 mod files;
+pub mod firmware;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 mod grub;

@@ -11,6 +11,14 @@ const SECTORS: [u64; 2] = [512, 4096];
 const EXTENDED: [u8; 3] = [0x05, 0x0f, 0x85];
 /// Type of the one MBR partition of a disk with a GPT.
 const PROTECTIVE: u8 = 0xee;
+/// Types of an EFI system partition in an MBR and in a GPT (UEFI 2.10, tables 5.4 and 5.7), the latter as it is on the disk:
+/// c12a7328-f81f-11d2-ba4b-00a0c93ec93b.
+const ESP_MBR: u8 = 0xef;
+const ESP_GPT: [u8; 16] = [
+    0x28, 0x73, 0x2a, 0xc1, 0x1f, 0xf8, 0xd2, 0x11, 0xba, 0x4b, 0x00, 0xa0, 0xc9, 0x3e, 0xc9, 0x3b,
+];
+/// Length of the code in a boot sector, in bytes: a disk signature and the table follow it.
+const BOOT_CODE: usize = 440;
 
 /// A partition.
 #[derive(Clone, Debug)]
@@ -30,22 +38,76 @@ pub struct Layout {
     pub end: u64,
 }
 
+/// Whether a disk has an EFI system partition where firmware reads it: a GPT for logical blocks of this length, its copy in the last
+/// block, or an MBR. MBRs count in blocks of the disk.
+pub fn has_esp(disk: &Window, block: u64) -> bool {
+    let Some(primary) = record(disk, 0) else {
+        return false;
+    };
+    let is_gpt = primary.iter().any(|(kind, ..)| *kind == PROTECTIVE);
+    let copy = disk.length().saturating_sub(block);
+    let gpt = || entries(disk, block).or_else(|| entries_at(disk, block, copy));
+    let in_gpt = || gpt().is_some_and(|entries| entries.iter().any(|entry| entry.kind == ESP_GPT));
+    let in_mbr = || {
+        primary
+            .iter()
+            .any(|(kind, start, count)| *kind == ESP_MBR && *start != 0 && *count != 0)
+    };
+    (is_gpt && in_gpt()) || in_mbr()
+}
+
+/// What a BIOS finds in the first sector of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BootSector {
+    /// The sector has no signature.
+    None,
+    /// The sector has a signature, and zeroes instead of code.
+    WithoutCode,
+    /// The sector has code.
+    Code,
+}
+
+/// The boot sector of a disk.
+pub fn boot_sector(disk: &Window) -> BootSector {
+    match disk.bytes::<512>(0) {
+        Some(sector) if sector.ends_with(&[0x55, 0xaa]) => {
+            match sector.iter().take(BOOT_CODE).any(|byte| *byte != 0) {
+                true => BootSector::Code,
+                false => BootSector::WithoutCode,
+            }
+        }
+        _ => BootSector::None,
+    }
+}
+
 /// Refuses a disk whose partition table is for logical blocks of another length: the guest would find no partition.
 ///
 /// # Errors
 ///
 /// The table is for other blocks; the text says what to change.
 pub fn check_block(disk: &Window, block: u64) -> Result<(), String> {
+    check_gpt_block(disk, block)?;
+    match layout(disk) {
+        // An MBR counts in blocks of the disk that it was made for, and does not name their length.
+        Some(Layout { block: None, .. }) if block != 512 => Err(format!(
+            "its partition table is an MBR, which is read for logical blocks of 512 bytes only, and the disk has blocks of {block}"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// The same for a GPT only.
+///
+/// # Errors
+///
+/// The GPT is for other blocks; the text says what to change.
+pub fn check_gpt_block(disk: &Window, block: u64) -> Result<(), String> {
     match layout(disk) {
         Some(Layout {
             block: Some(wanted), ..
         }) if wanted != block => Err(format!(
             "its partition table is for logical blocks of {wanted} bytes, and the disk has blocks of {block}, so the guest would find no \
              partition: set logicalBlockBytes of the disk to {wanted}"
-        )),
-        // An MBR counts in blocks of the disk that it was made for, and does not name their length.
-        Some(Layout { block: None, .. }) if block != 512 => Err(format!(
-            "its partition table is an MBR, which is read for logical blocks of 512 bytes only, and the disk has blocks of {block}"
         )),
         _ => Ok(()),
     }
@@ -62,7 +124,7 @@ pub fn layout(disk: &Window) -> Option<Layout> {
     let is_gpt = record(disk, 0)?.iter().any(|(kind, ..)| *kind == PROTECTIVE);
     let gpt = SECTORS.iter().filter(|_| is_gpt).find_map(|sector| {
         let entries = entries(disk, *sector)?;
-        let ends = entries.iter().map(|(_, _, last)| last.saturating_add(1));
+        let ends = entries.iter().map(|entry| entry.last.saturating_add(1));
         let end = ends.max().unwrap_or(0).saturating_mul(*sector);
         Some(Layout {
             block: Some(*sector),
@@ -106,18 +168,38 @@ fn u64_at(bytes: &[u8], offset: usize) -> u64 {
 
 fn gpt(disk: &Window, sector: u64) -> Option<Vec<Partition>> {
     let entries = entries(disk, sector)?.into_iter();
-    let partition = |(number, first, last): (u32, u64, u64)| {
-        let sectors = last.checked_sub(first)?.checked_add(1)?;
-        let window = disk.part(first.checked_mul(sector)?, sectors.checked_mul(sector)?)?;
-        Some(Partition { number, window })
+    let partition = |entry: Entry| {
+        let sectors = entry.last.checked_sub(entry.first)?.checked_add(1)?;
+        let window = disk.part(entry.first.checked_mul(sector)?, sectors.checked_mul(sector)?)?;
+        Some(Partition {
+            number: entry.number,
+            window,
+        })
     };
     Some(entries.filter_map(partition).collect())
 }
 
-/// Number, first and last block of the partitions of a GPT; nothing when it is none.
-fn entries(disk: &Window, sector: u64) -> Option<Vec<(u32, u64, u64)>> {
+/// A partition of a GPT.
+struct Entry {
+    /// From 1 on.
+    number: u32,
+    /// Its type, as on the disk.
+    kind: [u8; 16],
+    /// First block.
+    first: u64,
+    /// Last block.
+    last: u64,
+}
+
+/// The partitions of a GPT; nothing when there is none.
+fn entries(disk: &Window, sector: u64) -> Option<Vec<Entry>> {
     // The header is sector 1; of a disk that has become larger, the copy at its end is elsewhere.
-    let header: [u8; 92] = disk.bytes(sector)?;
+    entries_at(disk, sector, sector)
+}
+
+/// The partitions of a GPT whose header begins at this byte.
+fn entries_at(disk: &Window, sector: u64, header: u64) -> Option<Vec<Entry>> {
+    let header: [u8; 92] = disk.bytes(header)?;
     if !header.starts_with(b"EFI PART") {
         return None;
     }
@@ -138,10 +220,16 @@ fn entries(disk: &Window, sector: u64) -> Option<Vec<(u32, u64, u64)>> {
             break;
         };
         // An entry without a type is free.
-        if entry.first_chunk() == Some(&[0; 16]) {
+        let kind = entry.first_chunk().copied().unwrap_or_default();
+        if kind == [0; 16] {
             continue;
         }
-        found.push((index.saturating_add(1), u64_at(&entry, 32), u64_at(&entry, 40)));
+        found.push(Entry {
+            number: index.saturating_add(1),
+            kind,
+            first: u64_at(&entry, 32),
+            last: u64_at(&entry, 40),
+        });
     }
     Some(found)
 }

@@ -91,6 +91,7 @@ fn images_commands_can_not_do_forbidden_deeds() {
             "boot --fd 3 --format raw --kernel-fd 4 --initrd-fd 5",
             &["raw", "kernel", "initrd"],
         ),
+        ("firmware --fd 3 --format qcow2", &["disk"]),
     ] {
         // See vmm-core/sandbox/src/attempt.rs.
         let mut process = images.command(command, files);
@@ -102,8 +103,9 @@ fn images_commands_can_not_do_forbidden_deeds() {
             .iter()
             .map(|(deed, errno)| format!("attempt {deed}: errno {errno}"));
         assert_eq!(told, expected.collect::<Vec<_>>(), "{command}");
-        // No kernel is on that disk; all else succeeds as if nothing had been tried.
-        assert_eq!(output.status.success(), !command.starts_with("boot"), "{said}");
+        // No kernel and no boot loader are on those disks; all else succeeds as if nothing had been tried.
+        let searches = command.starts_with("boot") || command.starts_with("firmware");
+        assert_eq!(output.status.success(), !searches, "{said}");
     }
 }
 

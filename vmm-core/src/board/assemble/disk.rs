@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use block::{Backing, Content, Image, OpenError, Qcow2Image, RawImage};
 use devices::{
-    ahci::{Drive, DriveOptions},
+    ahci::{Drive, DriveOptions, NoMedium},
     virtio::{
         blk::{Blk, BlkOptions, OnError},
         rate::{Limiter, Limits},
@@ -120,6 +120,7 @@ pub(in crate::board) fn plug(
         device,
         control: board::disks::Disk {
             writable: !spec.read_only && spec.format != Format::Iso,
+            tray: None,
             control,
             limiter,
             group,
@@ -147,6 +148,7 @@ pub(in crate::board) fn drive(
     let drive = drive.map_err(Failure::during(ErrorKind::Invalid, &name))?;
     let control = board::disks::Disk {
         writable: !cdrom,
+        tray: drive.tray(),
         control: drive.control(),
         limiter,
         group,
@@ -181,7 +183,10 @@ pub(in crate::board) fn limits(limit: RateLimit) -> Limits {
 }
 
 fn open_image(spec: &Disk, fds: &mut Fds, locks: Locks) -> Result<Box<dyn Image>, Failure> {
-    let fd = fds.take(spec.fd)?;
+    let Some(fd) = spec.fd else {
+        return Ok(Box::new(NoMedium));
+    };
+    let fd = fds.take(fd)?;
     let later = locks == Locks::Later && !spec.read_only;
     match spec.format {
         Format::Qcow2 if later => Err(Failure::of(

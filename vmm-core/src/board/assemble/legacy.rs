@@ -20,7 +20,8 @@ pub(super) fn build(
     spec: &Machine,
     hub: Option<&Arc<Hub>>,
 ) -> Result<Arc<PowerButton>, Failure> {
-    let mut legacy = LegacyDevices::new(assembly.vm.level_line(POWER_BUTTON_GSI));
+    let button = assembly.vm.level_line(POWER_BUTTON_GSI);
+    let mut legacy = LegacyDevices::new(button).with_clock_offsets(spec.clock_offsets.clone());
     let map = map(spec);
     if map.has_firmware() {
         let (low, high) = map.ram_ranges(spec.memory_bytes);

@@ -19,7 +19,7 @@ use std::{
 
 use block::Image;
 use devices::{
-    ahci::Drive,
+    ahci::{Drive, MediumError, Tray},
     pci::HotPlug,
     virtio::blk::{BlkControl, OperationStats},
     virtio::rate::Limiter,
@@ -31,7 +31,7 @@ use vmm_protocol::{
 };
 use vmmd_spec::{disk::RateLimit, topology::Topology};
 
-use self::opening::{Opener, Opening};
+use self::opening::{Opener, Opening, Purpose};
 use super::{
     assemble::{
         Fds, Sockets,
@@ -40,7 +40,7 @@ use super::{
     plugs::Plugs,
 };
 use crate::{
-    lifecycle::{Failure, Pluggable, Progress, Token},
+    lifecycle::{Failure, Pluggable, Progress, Token, with_causes},
     migration::Mirrored,
 };
 
@@ -48,6 +48,8 @@ use crate::{
 pub(super) struct Disk {
     /// The guest can write to it.
     pub writable: bool,
+    /// Of a CD-ROM drive.
+    pub tray: Option<Arc<Tray>>,
     pub control: BlkControl,
     /// Its own, or its group's.
     pub limiter: Option<Arc<Limiter>>,
@@ -174,9 +176,54 @@ impl Disks {
         }
         self.plugs.check_free(&spec.name, slot)?;
         let notifier = self.sockets.notifier.clone();
-        let opening = Opening::begin(&self.opener, token, spec, Fds::new(fds), notifier)?;
+        let purpose = Purpose::Attach;
+        let opening = Opening::begin(&self.opener, token, spec, purpose, Fds::new(fds), notifier)?;
         self.opening.push(opening);
         Ok(())
+    }
+
+    /// Begins to replace the medium of a CD-ROM drive. The result comes from [`collect_answers`](Self::collect_answers);
+    /// an error of this call is final.
+    pub fn change_medium(
+        &mut self,
+        token: Token,
+        wire: &vmm::Disk,
+        force: bool,
+        fds: Vec<OwnedFd>,
+    ) -> Result<(), Failure> {
+        let spec = machine::Disk::new(wire, fds.len(), self.topology, |group| {
+            self.groups.contains_key(group)
+        })?;
+        self.tray(&spec.name)?;
+        if self.opening.iter().any(|opening| opening.spec.name == spec.name) {
+            let message = format!("the medium of drive {} is being changed already", spec.name);
+            return Err(Failure::of(ErrorKind::State, message));
+        }
+        let purpose = Purpose::Medium { force };
+        let notifier = self.sockets.notifier.clone();
+        let opening = Opening::begin(&self.opener, token, spec, purpose, Fds::new(fds), notifier)?;
+        self.opening.push(opening);
+        Ok(())
+    }
+
+    /// The tray of the CD-ROM drive of that name.
+    fn tray(&self, name: &str) -> Result<&Arc<Tray>, Failure> {
+        self.named(name)?.tray.as_ref().ok_or_else(|| {
+            let message = format!("disk {name} is no CD-ROM drive");
+            Failure::of(ErrorKind::Invalid, message)
+        })
+    }
+
+    /// Puts a medium into a drive.
+    fn load(&self, name: &str, image: Box<dyn Image>, force: bool) -> Result<(), Failure> {
+        self.tray(name)?.change(image, force).map_err(|error| {
+            let kind = match error {
+                MediumError::Prevented => ErrorKind::State,
+                MediumError::Gone => ErrorKind::Internal,
+                MediumError::Image(_) => ErrorKind::Image,
+            };
+            Failure::of(kind, format!("disk {name}: {}", with_causes(&error)))
+        })
     }
 
     /// Plugs in the disks whose images are open, and queues an error for those whose images failed
@@ -186,11 +233,16 @@ impl Disks {
         self.opening.retain(|opening| match opening.take() {
             None => true,
             Some(image) => {
-                opened.push((opening.token, opening.spec.clone(), image));
+                opened.push((opening.token, opening.spec.clone(), opening.purpose, image));
                 false
             }
         });
-        for (token, spec, image) in opened {
+        for (token, spec, purpose, image) in opened {
+            if let Purpose::Medium { force } = purpose {
+                let result = image.and_then(|image| self.load(&spec.name, image, force));
+                self.plugs.answer(token, result);
+                continue;
+            }
             let disk = image.and_then(|image| disk::plug(&self.plugs.sockets, &self.groups, &spec, image));
             let result = disk.map(|disk| self.plugs.attach(disk));
             self.plugs.answer(token, result);

@@ -15,11 +15,24 @@ use crate::lifecycle::{Failure, Notice, Notifier, Pluggable, Token};
 /// How an image is opened.
 pub(super) type Opener = Arc<dyn Fn(&Disk, &mut Fds) -> Result<Box<dyn Image>, Failure> + Send + Sync>;
 
+/// Use of an image once it is open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// A disk is attached with it.
+    Attach,
+    /// The medium of a CD-ROM drive; with `force` although the guest prevents the removal of the old one.
+    Medium {
+        /// See the variant.
+        force: bool,
+    },
+}
+
 /// See the module.
 pub(super) struct Opening {
     /// Request that attached the disk.
     pub token: Token,
     pub spec: Disk,
+    pub purpose: Purpose,
     /// A message says that the open has ended, with an image or an error.
     opened: Receiver<()>,
     /// Without a buffer: the thread itself closes an image that is not taken, which may take long
@@ -35,6 +48,7 @@ impl Opening {
         opener: &Opener,
         token: Token,
         spec: Disk,
+        purpose: Purpose,
         mut fds: Fds,
         notifier: Notifier,
     ) -> Result<Self, Failure> {
@@ -64,6 +78,7 @@ impl Opening {
         Ok(Self {
             token,
             spec,
+            purpose,
             opened,
             image,
             closed,

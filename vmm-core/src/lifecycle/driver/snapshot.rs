@@ -234,6 +234,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 "a snapshot of this machine is being taken, or it is being sent already"
             }
             Op::AttachDisk(_)
+            | Op::ChangeMedium(_)
             | Op::DetachDisk(_)
             | Op::AttachNic(_)
             | Op::DetachNic(_)

@@ -59,6 +59,8 @@ pub struct Life {
     pub evacuate: bool,
     /// Of a start: the snapshot that the VM is restored from. Refused unless the VM is down.
     pub restore: Option<Box<Restore>>,
+    /// Of a start: the firmware begins with new variables. Refused unless the VM is down.
+    pub reset_nvram: bool,
     /// Where the answer goes.
     pub reply: LifeReply,
 }
@@ -73,6 +75,7 @@ impl Life {
             deadline: None,
             evacuate: false,
             restore: None,
+            reset_nvram: false,
             reply,
         }
     }
@@ -117,6 +120,8 @@ pub struct Update {
     pub grace: Option<Duration>,
     /// The answer is sent when the live changes have begun.
     pub no_wait: bool,
+    /// Guests cannot keep the media of their drives.
+    pub force_media: bool,
     /// Who asks.
     pub context: Context,
 }

@@ -66,7 +66,7 @@ impl Actor {
     pub(super) async fn start_again(&mut self, operation: Handle) {
         let Some(hint) = refuses(self.spec.run_policy, Request::Start) else {
             operation.reopen();
-            return self.begin_start(operation, None).await;
+            return self.begin_start(operation, None, false).await;
         };
         self.host.ledger.expect(&self.record.name, None);
         self.intend(Intent::Stopped).await;
@@ -244,7 +244,7 @@ impl Actor {
             self.spec.run_policy.name()
         );
         self.tell(EventSeverity::Normal, "StartedByPolicy", &message);
-        self.begin_start(operation, None).await;
+        self.begin_start(operation, None, false).await;
     }
 
     /// Restarts a VM that boots the kernel on a disk, after its guest has reset the machine.

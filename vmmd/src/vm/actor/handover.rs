@@ -479,7 +479,7 @@ impl Actor {
         }
         let operation = self.operation(Type::VmMigrate, context, None);
         self.receiving = Some(started);
-        self.begin_start(operation, Some(Box::new(restore))).await;
+        self.begin_start(operation, Some(Box::new(restore)), false).await;
         if matches!(self.work, Work::Start(_)) {
             return (Ok(Vec::new()), ControlFlow::Continue(()));
         }

@@ -389,7 +389,7 @@ impl Actor {
             return ControlFlow::Continue(());
         }
         let situation = self.situation();
-        if life.restore.is_some() && situation != Situation::Down {
+        if (life.restore.is_some() || life.reset_nvram) && situation != Situation::Down {
             let message = format!("VM \"{}\" is not stopped: stop it first", self.record.name);
             let failure = Failure::precondition("VM_NOT_STOPPED", message);
             let _ = life.reply.send(Err(failure));
@@ -492,7 +492,9 @@ impl Actor {
         let pending = operation.pending();
         let mut flow = ControlFlow::Continue(());
         match kind {
-            Type::VmStart | Type::VmRestart if down => self.begin_start(operation, life.restore).await,
+            Type::VmStart | Type::VmRestart if down => {
+                self.begin_start(operation, life.restore, life.reset_nvram).await;
+            }
             Type::VmRestart => self.begin_stop(life.grace, operation, Then::Start),
             Type::VmDelete if down => flow = self.delete(operation, Vec::new()).await,
             Type::VmDelete => self.begin_stop(None, operation, Then::Delete),

@@ -5,8 +5,8 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use tokio::time::{Instant, sleep_until, timeout};
 use vmm_protocol::vmm::{
-    AttachDisk, DetachDisk, DiskStats, ErrorKind, MachineStats, ResizeDisk, SetRateLimit, Status, UpdateNic,
-    request::Op, set_rate_limit::Target,
+    AttachDisk, ChangeMedium, DetachDisk, DiskStats, ErrorKind, MachineStats, ResizeDisk, SetRateLimit,
+    Status, UpdateNic, request::Op, set_rate_limit::Target,
 };
 use vmmd_api::v1::GuestInfo;
 use vmmd_host::{
@@ -43,6 +43,8 @@ pub enum Outcome {
     Detached(String, u64, Result<(), Failure>),
     /// A resize: the disk's new size.
     Resized(String, Reply, Result<u64, Failure>),
+    /// Another medium in a drive: as [`Self::Applied`], with the files of the medium.
+    Medium(String, Live, serde_json::Value, Result<Plugged, Failure>),
     /// Another live change: its path, its kind and the value that was requested.
     Applied(String, Live, serde_json::Value, Result<(), Failure>),
     /// The guest, by its agent.
@@ -113,6 +115,36 @@ pub async fn attach(
     }
 }
 
+/// Opens the medium of a CD-ROM drive and puts it into the drive. With `force` the guest cannot prevent that.
+pub async fn change_medium(
+    host: Arc<Host>,
+    client: Client,
+    disk: Disk,
+    hardware: Hardware,
+    force: bool,
+) -> Result<Plugged, Failure> {
+    let name = disk.name.to_string();
+    let (of, paths) = (Arc::clone(&host), files::paths(&disk, &host.sources()));
+    let opening = host.pools.files.run(&paths, move || {
+        let opened = files::open_disk("disk", &disk, &of.sources(), Locks::Take)?;
+        let plugged = Plugged {
+            ids: opened.ids.clone(),
+            known: files::learn(&Known::new(), "disk", &disk, &opened)?,
+        };
+        Ok::<_, Failure>((machine::plug(&hardware, &disk, opened), plugged))
+    });
+    let ((wire, fds), plugged) = opening.await.and_then(|opened| opened)?;
+    let op = Op::ChangeMedium(ChangeMedium {
+        disk: Some(wire),
+        force,
+    });
+    match timeout(TIMEOUT, client.request(op, &fds)).await {
+        Ok(Ok(_)) => Ok(plugged),
+        Ok(Err(error @ control::Error::Refused(_))) => Err(about(&name, refused(&error))),
+        unclear => Err(unclear_failure(&name, unclear)),
+    }
+}
+
 /// Asks the guest to eject a disk, waits until `deadline`, and then, with `force`, takes it away. That the guest has
 /// ejected it is news that comes to the actor, which ends this.
 pub async fn detach(client: Client, name: String, deadline: Instant, force: bool) -> Result<(), Failure> {
@@ -167,6 +199,7 @@ pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> R
         Source::Disk { name, .. } => Some(host.disks.get(name.as_str())?),
         Source::Path { .. } => None,
         Source::Seed => return Err(is_seed()),
+        Source::Empty => return Err(is_empty(&name)),
     };
     let stats = stats(&client)
         .await
@@ -187,7 +220,7 @@ pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> R
             looking.await?
         }
         // Beneath a folder of others only a regular file is opened.
-        Source::Path { .. } | Source::Disk { .. } | Source::Seed => false,
+        Source::Path { .. } | Source::Disk { .. } | Source::Seed | Source::Empty => false,
     };
     if block_device && size != 0 {
         return Err(disk::block_device(&name, present));
@@ -233,6 +266,11 @@ fn is_seed() -> Failure {
     )
 }
 
+fn is_empty(disk: &str) -> Failure {
+    let message = format!("disk \"{disk}\" is a CD-ROM drive without a medium");
+    Failure::precondition("NO_MEDIUM", message)
+}
+
 /// Makes a disk of a VM without a process larger; returns the size.
 pub async fn resize_file(host: &Arc<Host>, disk: &Disk, size: u64) -> Result<u64, Failure> {
     match &disk.source {
@@ -264,6 +302,7 @@ pub async fn resize_file(host: &Arc<Host>, disk: &Disk, size: u64) -> Result<u64
             disk::grow(host, growing, size, Control::default()).await
         }
         Source::Seed => Err(is_seed()),
+        Source::Empty => Err(is_empty(disk.name.as_str())),
     }
 }
 

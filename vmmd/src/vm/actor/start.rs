@@ -22,14 +22,14 @@ use vmmd_objects::{
     operation::{Handle, Metadata, Progress},
 };
 use vmmd_spec::vm::VmSpec;
-use vmmd_store::{InstanceRecord, Intent, handover::Handover};
+use vmmd_store::{InstanceRecord, Intent, ReplacingRecord, handover::Handover};
 
 use super::{
     Actor,
     work::{Start, Stop, Work},
 };
 use crate::{
-    files,
+    files::{self, Known},
     registry::vms::command::Restore,
     vm::{
         api::describe::camel_case,
@@ -39,7 +39,13 @@ use crate::{
 };
 
 impl Actor {
-    pub(super) async fn begin_start(&mut self, operation: Handle, restore: Option<Box<Restore>>) {
+    /// `reset_nvram`: the firmware begins with new variables.
+    pub(super) async fn begin_start(
+        &mut self,
+        operation: Handle,
+        restore: Option<Box<Restore>>,
+        reset_nvram: bool,
+    ) {
         let receives = restore.as_ref().is_some_and(|restore| restore.stream);
         if self.handover().is_under_way() && !receives {
             let message = format!("VM \"{}\" is being migrated", self.record.name);
@@ -90,6 +96,7 @@ impl Actor {
             lingers,
             offline: Arc::clone(&self.disks.offline),
             restore,
+            reset_nvram,
         };
         let cancel = CancellationToken::new();
         let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()).in_current_span());
@@ -151,11 +158,12 @@ impl Actor {
                 Ok(Started {
                     instance,
                     files,
+                    firmware,
                     replacing,
                 }),
                 None,
             ) => {
-                (self.record.files, self.record.replacing) = (files, replacing);
+                self.note_written(files, firmware, replacing);
                 self.instance = Some(instance);
                 self.host.ledger.expect(&self.record.name, None);
                 self.disks.clear();
@@ -188,11 +196,12 @@ impl Actor {
                 Ok(Started {
                     instance,
                     files,
+                    firmware,
                     replacing,
                 }),
                 Some(mut stop),
             ) => {
-                (self.record.files, self.record.replacing) = (files, replacing);
+                self.note_written(files, firmware, replacing);
                 self.instance = Some(instance);
                 operation.give_way(&self.cancelled());
                 self.step_stop(&mut stop, stop::Input::CameUp);
@@ -209,6 +218,19 @@ impl Actor {
             }
         }
         ControlFlow::Continue(())
+    }
+
+    /// Notes what the start has written to the record.
+    fn note_written(&mut self, files: Known, firmware: i32, replacing: Option<ReplacingRecord>) {
+        (self.record.files, self.record.replacing) = (files, replacing);
+        let run = self
+            .record
+            .instance
+            .as_mut()
+            .and_then(|run| run.hardware.as_mut());
+        for hardware in run.into_iter().chain(self.record.hardware.as_mut()) {
+            hardware.firmware = firmware;
+        }
     }
 
     /// Whether the machine comes from another node, which decides what follows.

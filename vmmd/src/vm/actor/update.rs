@@ -127,6 +127,7 @@ impl Actor {
         if applied == Applied::Live {
             let deadline = Instant::now() + update.grace.unwrap_or(DEFAULT_EJECT);
             self.disks.live.failed.clear();
+            self.disks.live.force_media = update.force_media;
             self.apply_processors().await;
             let joins = generation == self.record.generation;
             (plugs, paths) = self.apply_live(deadline, joins);

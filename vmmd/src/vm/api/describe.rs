@@ -9,7 +9,7 @@ use vmmd_spec::{
     Violations,
     disk::Source as DiskSource,
     pci,
-    vm::{Attachment, Nic, VmSpec},
+    vm::{Attachment, Boot, Nic, VmSpec},
 };
 
 pub use vm_lifecycle::pause::{DISK_ERROR, MIGRATING, SNAPSHOT};
@@ -171,6 +171,7 @@ impl View {
                 .map(|left| pending_change(left, host.store.key()))
                 .collect(),
             guest: guest(instance),
+            firmware: firmware(record, spec).into(),
         };
         v1::Vm {
             metadata: Some(metadata),
@@ -316,6 +317,18 @@ fn guest(instance: Option<&Instance>) -> Option<v1::GuestInfo> {
     Some(guest.ok()?.as_ref().clone())
 }
 
+/// The firmware that the VM starts with.
+fn firmware(record: &VmRecord, spec: &VmSpec) -> v1::FirmwareType {
+    match spec.boot {
+        Boot::Firmware { kind: Some(kind), .. } => kind.into(),
+        Boot::Firmware { kind: None, .. } => {
+            let chosen = record.hardware.as_ref().map_or(0, |hardware| hardware.firmware);
+            v1::FirmwareType::try_from(chosen).unwrap_or_default()
+        }
+        Boot::Linux { .. } | Boot::Disk { .. } => v1::FirmwareType::Unspecified,
+    }
+}
+
 /// The migration that is under way, if one is.
 pub fn migration(record: &HandoverRecord) -> Option<v1::MigrationStatus> {
     use v1::{MigrationPhase as Phase, MigrationRole as Role};
@@ -399,7 +412,7 @@ fn disks(
         let name = disk.name.as_str();
         let known = attached.get(name).filter(|_| running);
         let (path, size) = match &disk.source {
-            DiskSource::Seed => (String::new(), 0),
+            DiskSource::Seed | DiskSource::Empty => (String::new(), 0),
             DiskSource::Path { path, .. } => (path.display().to_string(), 0),
             DiskSource::Disk { name, .. } => {
                 let resolved = host.disks.resolve(&host.disk_folder(), name.as_str());

@@ -4,6 +4,7 @@
 pub mod change;
 pub mod limits;
 pub mod secret;
+pub mod zone;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,13 +21,13 @@ use vmm_protocol::{
 use vmmd_host::failure::Failure;
 use vmmd_network::{self, Tap};
 use vmmd_spec::{
-    disk::{Bus, Disk},
+    disk::{Bus, Disk, Source},
     nic::Mac,
     pci,
     policy::ClockOnResume,
     resources::HugePages,
     share::Share,
-    vm::{Nic, VmSpec},
+    vm::{Boot, Nic, VmSpec},
 };
 use vmmd_store::{Hardware, NicHardware};
 
@@ -69,6 +70,8 @@ pub struct Parts {
     pub agent: Option<OwnedFd>,
     /// Connections to the processes of the spec's shares, in their order.
     pub shares: Vec<OwnedFd>,
+    /// Difference of its real-time clock to UTC.
+    pub clock_offsets: Vec<vmm::ClockOffset>,
     /// Pages that are free in the pool that its memory is to come from, as far as that can be told.
     pub free_huge_pages: Option<u64>,
 }
@@ -209,7 +212,9 @@ pub fn assemble(
     } = parts.files;
     let machine = MachineSpec {
         name: name.to_owned(),
-        uuid: uid.as_bytes().to_vec(),
+        uuid: spec.smbios.uuid.unwrap_or(uid).as_bytes().to_vec(),
+        smbios: Some(convert::smbios(&spec.smbios)),
+        clock_offsets: parts.clock_offsets,
         vcpus: spec.topology.cores(),
         memory_bytes: spec.memory_bytes,
         memory_shared: spec.shares_memory(),
@@ -224,6 +229,10 @@ pub fn assemble(
         firmware: firmware.map(|firmware| vmm::Firmware {
             code_fd: fds.add(firmware.code.into()),
             variables_fd: firmware.variables.map(|file| fds.add(file.into())),
+            menu_seconds: match spec.boot {
+                Boot::Firmware { menu_seconds, .. } => menu_seconds,
+                Boot::Linux { .. } | Boot::Disk { .. } => 0,
+            },
         }),
         serial_log_fd: Some(fds.add(parts.serial.0)),
         serial_log_old_fd: Some(fds.add(parts.serial.1)),
@@ -335,8 +344,12 @@ fn wire_nic(fds: &mut Descriptors, hardware: &Hardware, nic: &Nic, tap: Tap) -> 
 fn wire_disk(fds: &mut Descriptors, hardware: &Hardware, disk: &Disk, opened: OpenDisk) -> vmm::Disk {
     let slot = hardware.disk_slots.get(disk.name.as_str());
     let (pci_slot, sata_port) = convert::disk_address(slot.copied().unwrap_or_default());
+    let fd = match disk.source {
+        Source::Empty => 0,
+        _ => fds.add(opened.fd),
+    };
     vmm::Disk {
-        fd: fds.add(opened.fd),
+        fd,
         pci_slot,
         sata_port,
         backing: opened
@@ -493,6 +506,7 @@ mod tests {
                 hvc: Some(null()),
                 agent: Some(null()),
                 shares: spec.shares.iter().map(|_| null()).collect(),
+                clock_offsets: Vec::new(),
                 free_huge_pages: Some(7),
             };
             let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);

@@ -1,32 +1,18 @@
 //! The kernel that is installed on a disk of the VM, for a VM that boots that one. A process without rights looks for it, and copies it and its
 //! initial RAM disk into files without names: the guest may write to the disk again while the machine is still to be reset with them.
 
-use std::{
-    fs::File,
-    io,
-    os::fd::{AsRawFd, OwnedFd},
-    sync::Arc,
-    time::Duration,
-};
+use std::{fs::File, io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use serde::Deserialize;
 use tokio::task::spawn_blocking;
-use vmmd_host::{failure::Failure, image_process::Job, sys::clone::FIRST_FD};
-use vmmd_spec::{
-    disk::Format,
-    vm::{Boot, MAX_CMDLINE, VmSpec},
-};
+use vmmd_host::failure::Failure;
+use vmmd_spec::vm::{Boot, MAX_CMDLINE, VmSpec};
 
-use super::failures::failed;
-use crate::{
-    files::{Files, OpenDisk},
-    host::Host,
-};
+use super::{disk_job, failures::failed};
+use crate::{files::Files, host::Host};
 
 /// How long it may take to find and copy it. From a slow disk 100 MiB take a while.
 const DEADLINE: Duration = Duration::from_secs(60);
-/// Descriptors before those of the images below: disk, kernel, initial RAM disk.
-const OWN_FDS: usize = 3;
 
 /// What `vmm-image boot` says.
 #[derive(Deserialize)]
@@ -55,12 +41,15 @@ pub(super) async fn find(
     let opened = position.and_then(|position| files.disks.get(position));
     let opened = opened.ok_or_else(|| Failure::internal("the disk to boot from is not among the VM's"))?;
     let internal = |error: &io::Error| failed("look for the kernel on the disk", error);
-    let sources = Sources::of(opened).map_err(|error| internal(&error))?;
     let (kernel, initrd) = scratch(host).await?;
     let block = position.and_then(|position| spec.disks.get(position));
     let block = block.map_or(512, |disk| disk.logical_block);
-    let job = sources
-        .job(opened, block, &kernel, &initrd)
+    let again = |file: &File| file.try_clone().map(OwnedFd::from);
+    let further = [("--kernel-fd", again(&kernel)), ("--initrd-fd", again(&initrd))];
+    let further = further.into_iter().map(|(option, fd)| Ok((option, fd?)));
+    let job = further
+        .collect::<io::Result<_>>()
+        .and_then(|further| disk_job("boot", opened, block, further, DEADLINE))
         .map_err(|error| internal(&error))?;
     let said = host
         .image_processes
@@ -117,62 +106,4 @@ async fn scratch(host: &Arc<Host>) -> Result<(File, File), Failure> {
     });
     let made = made.await.unwrap_or_else(|error| Err(io::Error::other(error)));
     made.map_err(|error| failed("look for the kernel on the disk", &error))
-}
-
-/// Images of a disk, reopened for reading through the page cache, without the lock of the VM's own
-/// descriptors.
-struct Sources {
-    disk: OwnedFd,
-    below: Vec<OwnedFd>,
-}
-
-impl Sources {
-    fn of(opened: &OpenDisk) -> io::Result<Self> {
-        let again = |fd: &OwnedFd| {
-            Ok::<_, io::Error>(File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))?.into())
-        };
-        Ok(Self {
-            disk: again(&opened.fd)?,
-            below: opened
-                .backing
-                .iter()
-                .map(|(fd, _)| again(fd))
-                .collect::<io::Result<_>>()?,
-        })
-    }
-
-    fn job(self, opened: &OpenDisk, block: u32, kernel: &File, initrd: &File) -> io::Result<Job> {
-        let number = |index: usize| FIRST_FD.saturating_add(index).to_string();
-        let mut arguments = vec![
-            "--fd".to_owned(),
-            number(0),
-            "--format".to_owned(),
-            word(opened.format).to_owned(),
-            "--logical-block".to_owned(),
-            block.to_string(),
-            "--kernel-fd".to_owned(),
-            number(1),
-            "--initrd-fd".to_owned(),
-            number(2),
-        ];
-        for (index, (_, format)) in opened.backing.iter().enumerate() {
-            arguments.extend(["--backing-fd".to_owned(), number(OWN_FDS.saturating_add(index))]);
-            arguments.extend(["--backing-format".to_owned(), word(*format).to_owned()]);
-        }
-        let mut fds = vec![self.disk, kernel.try_clone()?.into(), initrd.try_clone()?.into()];
-        fds.extend(self.below);
-        Ok(Job {
-            command: "boot",
-            arguments,
-            fds,
-            deadline: DEADLINE,
-        })
-    }
-}
-
-fn word(format: Format) -> &'static str {
-    match format {
-        Format::Raw | Format::Iso => "raw",
-        Format::Qcow2 => "qcow2",
-    }
 }

@@ -2,7 +2,9 @@
 //! is removed before the failure is returned.
 
 mod failures;
+mod firmware;
 mod fork;
+mod iso;
 mod kernel;
 mod prepare;
 pub(in crate::vm) mod rollback;
@@ -11,8 +13,9 @@ mod vendor;
 
 use std::{
     collections::BTreeMap,
+    fs::File,
     io,
-    os::fd::OwnedFd,
+    os::fd::{AsRawFd as _, OwnedFd},
     pin::pin,
     sync::Arc,
     time::{Duration, Instant},
@@ -27,6 +30,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 use vmm_protocol::vmm::{self, Boot, HelloReply, request::Op};
 use vmmd_spec::{
+    disk::Format,
     nic::Mac,
     vm::{self, VmSpec},
 };
@@ -35,8 +39,10 @@ pub use self::failures::refused;
 use vmmd_host::{
     cgroup::{Group, LEAVING, facts},
     failure::{Failure, Kind},
+    image_process::Job,
     ledger::{Claim, FileId},
     process::Process,
+    sys::clone::FIRST_FD,
 };
 use vmmd_objects::{
     event::{Draft, Object},
@@ -57,7 +63,7 @@ use super::{
 use crate::{
     control::{Client, Notices},
     disk::moved,
-    files::{self, Known},
+    files::{self, Known, OpenDisk},
     host::Host,
     paths::RuntimeDir,
     registry::vms::command::Restore,
@@ -97,6 +103,8 @@ pub struct Plan {
     pub offline: Arc<Mutex<()>>,
     /// Source of a restore; without it the machine boots.
     pub restore: Option<Box<Restore>>,
+    /// The firmware begins with new variables, and that of FIRMWARE_TYPE_AUTO is chosen again.
+    pub reset_nvram: bool,
 }
 
 impl Plan {
@@ -118,6 +126,8 @@ pub struct Started {
     pub instance: Instance,
     /// The files that it was started with.
     pub files: Known,
+    /// Firmware that was chosen for it ([`Hardware::firmware`](vmmd_store::Hardware::firmware)).
+    pub firmware: i32,
     /// Unfinished part of a restore, which the next start completes.
     pub replacing: Option<ReplacingRecord>,
 }
@@ -174,6 +184,10 @@ async fn bring_up(
     let prepared = rollback::prepare(host, &mut plan, checked, cancel).await;
     replacing.clone_from(&plan.record.replacing);
     let mut checked = prepared?;
+    tokio::select! {
+        opened = firmware::open(host, &mut plan, &mut checked.files) => opened?,
+        () = cancel.cancelled() => return Err(cancelled(&name)),
+    }
     if plan.receives_boot() {
         kernel::expect(host, &mut checked.files).await?;
     } else {
@@ -210,6 +224,45 @@ async fn blocking<T: Send + 'static>(
     result.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
 }
 
+/// Work on a disk of the VM in a process without rights. The disk and the images below it are opened again for reading, through the page
+/// cache and without the lock of the VM's own descriptors. `further` are options with a descriptor each.
+fn disk_job(
+    command: &'static str,
+    opened: &OpenDisk,
+    block: u32,
+    further: Vec<(&'static str, OwnedFd)>,
+    deadline: Duration,
+) -> io::Result<Job> {
+    let again = |fd: &OwnedFd| {
+        Ok::<OwnedFd, io::Error>(File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))?.into())
+    };
+    let word = |format| match format {
+        Format::Raw | Format::Iso => "raw".to_owned(),
+        Format::Qcow2 => "qcow2".to_owned(),
+    };
+    let mut fds = Vec::new();
+    let mut add = |fd| {
+        fds.push(fd);
+        FIRST_FD.saturating_add(fds.len() - 1).to_string()
+    };
+    let mut arguments = vec!["--fd".to_owned(), add(again(&opened.fd)?)];
+    arguments.extend(["--format".to_owned(), word(opened.format)]);
+    arguments.extend(["--logical-block".to_owned(), block.to_string()]);
+    for (option, fd) in further {
+        arguments.extend([option.to_owned(), add(fd)]);
+    }
+    for (fd, format) in &opened.backing {
+        arguments.extend(["--backing-fd".to_owned(), add(again(fd)?)]);
+        arguments.extend(["--backing-format".to_owned(), word(*format)]);
+    }
+    Ok(Job {
+        command,
+        arguments,
+        fds,
+        deadline,
+    })
+}
+
 /// Removes a run's files and cgroup from the node. Its process must have ended.
 pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
     host.logs.forget(uid);
@@ -241,6 +294,7 @@ async fn run(
         lingers,
         offline: _,
         restore,
+        reset_nvram: _,
     } = plan;
     let name = record.name.clone();
     let hardware = record.instance.as_ref().and_then(|run| run.hardware.clone());
@@ -286,6 +340,7 @@ async fn run(
         known: _,
         executable,
         limits: _,
+        clock_offsets,
         replaced: _replaced,
     } = checked;
     let Made {
@@ -348,6 +403,7 @@ async fn run(
             hvc,
             agent,
             shares: share_sockets,
+            clock_offsets,
             free_huge_pages,
         },
     );
@@ -408,6 +464,7 @@ async fn run(
                     ..instance((process, group), client, notices, claim, ids, hello)
                 },
                 files: record.files,
+                firmware: hardware.firmware,
                 replacing,
             })
         }

@@ -11,17 +11,14 @@ use std::{
 };
 
 use uuid::Uuid;
+use vmm_protocol::vmm::ClockOffset;
 use vmmd_host::{
     capacity::{Demand, placement},
     cgroup::plan::Plan as Limits,
     failure::Failure,
     fault, lock,
 };
-use vmmd_spec::{
-    cloud_init::CloudInit,
-    nic::Mac,
-    vm::{Boot, VmSpec},
-};
+use vmmd_spec::{cloud_init::CloudInit, nic::Mac, vm::VmSpec};
 use vmmd_store::Hardware;
 
 use super::{Plan, failures::failed, seed::Seed};
@@ -29,7 +26,7 @@ use crate::{
     files::{self, Files, Known, Locks, state_dir::StateDir},
     host::Host,
     node::check::Look,
-    paths::{LogDir, RuntimeDir, VariablesDir},
+    paths::{LogDir, RuntimeDir},
     vm::machine::{self, limits},
 };
 
@@ -40,6 +37,8 @@ pub(super) struct Checked {
     pub(super) known: Known,
     pub(super) executable: File,
     pub(super) limits: Limits,
+    /// Difference of the real-time clock to UTC.
+    pub(super) clock_offsets: Vec<ClockOffset>,
     /// Images that the machine does not get: they stay locked until it runs with others.
     pub(super) replaced: Vec<OwnedFd>,
 }
@@ -89,23 +88,20 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         };
         seed.make()
     };
-    let (mut files, known) = if plan.comes() {
+    let (files, known) = if plan.comes() {
         // The source has checked the images' content.
         let any = files::any_of_disks(spec);
         files::open(spec, &host.sources(), &any, Locks::Elsewhere, seed)?
     } else {
         files::open(spec, &host.sources(), &plan.record.files, Locks::Take, seed)?
     };
-    if let Boot::Firmware(kind) = spec.boot {
-        let variables = VariablesDir::of(&host.config, uid);
-        files.firmware = Some(files::firmware::open(&host.config.firmware, kind, &variables)?);
-    }
     for share in &spec.shares {
         files::share::open(share, &host.config.roots.shares)?;
     }
     if let Some(path) = &spec.state_dir {
         StateDir::open(path, &host.config.roots.shares)?;
     }
+    let clock_offsets = machine::zone::offsets(&spec.timezone)?;
     let executable = host.open_vmm()?;
     let lock = RuntimeDir::of(&host.config, uid).lock();
     if lock::is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {
@@ -121,6 +117,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         known,
         executable,
         limits,
+        clock_offsets,
         replaced: Vec::new(),
     })
 }

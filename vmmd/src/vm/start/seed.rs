@@ -1,24 +1,24 @@
-//! The seed of a VM's cloud-init: a small disk with a FAT file system called CIDATA, which the daemon makes at each start (cloud-init,
+//! The seed of a VM's cloud-init: a small ISO 9660 image with the label `cidata`, which the daemon makes at each start (cloud-init,
 //! "NoCloud"). It is in memory alone, so that nothing of it stays on the node. Blocking.
+//!
+//! The daemon's own files are YAML with one key on a line, which readers without a YAML parser understand.
 
 use std::{
     fs::File,
-    io::{self, Seek, SeekFrom, Write},
+    io::{self, Write},
     os::fd::{AsRawFd, OwnedFd},
 };
 
-use fatfs::{FatType, FileSystem, FormatVolumeOptions, FsOptions};
 use rustix::fs::{MemfdFlags, memfd_create};
-use serde_json::{Value, json};
 use uuid::Uuid;
 use vmmd_spec::{cloud_init::CloudInit, nic::Mac, share::Share};
 
-use super::vendor;
+use super::{iso, vendor};
 
-/// Length of the disk in bytes: FAT12 with room for the longest files.
-const SIZE: u64 = 1 << 20;
-/// Padded to 11 bytes, as FAT has labels.
-const LABEL: [u8; 11] = *b"CIDATA     ";
+/// Length of the disk in bytes, with room for the longest files.
+const SIZE: usize = 1 << 20;
+/// Readers compare it in lower case.
+const LABEL: &str = "cidata";
 
 /// Contents of a seed.
 #[derive(Clone, Copy, Debug)]
@@ -43,16 +43,17 @@ impl Seed<'_> {
             true => other,
             false => given.clone(),
         };
-        let mut meta = json!({
-            "instance-id": or(&init.instance_id, self.uid.to_string()),
-            "local-hostname": or(&init.hostname, self.name.to_owned()),
-        });
+        let instance = scalar(&or(&init.instance_id, self.uid.to_string()));
+        let hostname = scalar(&or(&init.hostname, self.name.to_owned()));
+        let mut meta = format!("instance-id: {instance}\nlocal-hostname: {hostname}\n");
         if !init.ssh_authorized_keys.is_empty() {
-            meta["public-keys"] = init.ssh_authorized_keys.clone().into();
+            meta.push_str("public-keys:\n");
+            let keys = init.ssh_authorized_keys.iter();
+            meta.extend(keys.map(|key| format!("- {}\n", quoted(key))));
         }
         let mut files = vec![
             // cloud-init takes a source only when both are there.
-            ("meta-data", meta.to_string().into_bytes()),
+            ("meta-data", meta.into_bytes()),
             (
                 "user-data",
                 match init.user_data.is_empty() {
@@ -74,46 +75,48 @@ impl Seed<'_> {
 
     /// Version 2 of the network configuration: DHCP on each NIC, which is known by its address.
     fn network(&self) -> String {
-        let nics = self.nics.iter().map(|(name, mac)| {
-            let nic = json!({
-                "match": {"macaddress": mac.to_string().to_lowercase()},
-                "dhcp4": true,
-                // systemd-networkd ignores the domain otherwise, and short names are not found.
-                "dhcp4-overrides": {"use-domains": true},
-                "dhcp6": false,
-            });
-            (name.clone(), nic)
-        });
-        let nics: serde_json::Map<String, Value> = nics.collect();
-        match nics.is_empty() {
-            true => String::new(),
-            false => json!({"version": 2, "ethernets": nics}).to_string(),
+        if self.nics.is_empty() {
+            return String::new();
         }
+        let mut text = "version: 2\nethernets:\n".to_owned();
+        for (name, mac) in self.nics {
+            let (name, mac) = (quoted(name), mac.to_string().to_lowercase());
+            text.push_str(&format!(
+                "  {name}:\n    match:\n      macaddress: {}\n    dhcp4: true\n",
+                quoted(&mac)
+            ));
+            // systemd-networkd ignores the domain otherwise, and short names are not found.
+            text.push_str("    dhcp4-overrides:\n      use-domains: true\n    dhcp6: false\n");
+        }
+        text
     }
 
     /// The disk, open for reading only. The same seed is the same disk, byte for byte.
     pub fn make(&self) -> io::Result<OwnedFd> {
-        let memory = File::from(memfd_create("cloud-init", MemfdFlags::CLOEXEC)?);
-        memory.set_len(SIZE)?;
-        self.write(&memory)?;
+        let mut memory = File::from(memfd_create("cloud-init", MemfdFlags::CLOEXEC)?);
+        memory.write_all(&iso::image(LABEL, &self.files(), SIZE))?;
         Ok(File::open(format!("/proc/self/fd/{}", memory.as_raw_fd()))?.into())
     }
+}
 
-    fn write(&self, mut disk: &File) -> io::Result<()> {
-        let options = FormatVolumeOptions::new()
-            .fat_type(FatType::Fat12)
-            .volume_id(0x4349_4441)
-            .volume_label(LABEL);
-        fatfs::format_volume(disk, options)?;
-        disk.seek(SeekFrom::Start(0))?;
-        let volume = FileSystem::new(disk, FsOptions::new())?;
-        for (name, content) in self.files() {
-            let mut file = volume.root_dir().create_file(name)?;
-            file.write_all(&content)?;
-            file.flush()?;
-        }
-        volume.unmount()
+/// A scalar of YAML. Letters and digits need no quotes, and readers without a parser of YAML do not remove quotes.
+fn scalar(text: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+    let is_word = text.bytes().next().is_some_and(|byte| byte.is_ascii_alphabetic());
+    match is_word && text.bytes().all(plain) && !WORDS.contains(&text.to_lowercase().as_str()) {
+        true => text.to_owned(),
+        // A UUID begins with a digit and has dashes, so it is no number.
+        false if text.len() == 36 && text.bytes().all(plain) && text.contains('-') => text.to_owned(),
+        false => quoted(text),
     }
+}
+
+/// Words of YAML 1.1 that are no text.
+const WORDS: [&str; 9] = ["y", "n", "yes", "no", "on", "off", "true", "false", "null"];
+
+/// A double-quoted scalar: JSON is YAML.
+fn quoted(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
 }
 
 #[cfg(test)]
@@ -126,19 +129,11 @@ mod tests {
         let disk = File::from(seed.make().unwrap());
         let mut content = Vec::new();
         (&disk).read_to_end(&mut content).unwrap();
-        let volume = FileSystem::new(io::Cursor::new(content), FsOptions::new()).unwrap();
-        assert_eq!(volume.volume_label(), "CIDATA");
-        let mut files = Vec::new();
-        for entry in volume.root_dir().iter() {
-            let entry = entry.unwrap();
-            if entry.is_file() {
-                let mut text = String::new();
-                entry.to_file().read_to_string(&mut text).unwrap();
-                files.push((entry.file_name(), text));
-            }
-        }
-        files.sort();
-        files
+        assert_eq!(content.len(), SIZE);
+        let (label, files) = iso::read(&content);
+        assert_eq!(label, LABEL);
+        let text = |(name, content)| (name, String::from_utf8(content).unwrap());
+        files.into_iter().map(text).collect()
     }
 
     #[test]
@@ -161,18 +156,17 @@ mod tests {
         let files = read(&seed);
         let names: Vec<_> = files.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["meta-data", "network-config", "user-data", "vendor-data"]);
-        let json = |index: usize| -> Value { serde_json::from_str(&files[index].1).unwrap() };
         assert_eq!(
-            json(0),
-            json!({"instance-id": uid.to_string(), "local-hostname": "web", "public-keys": ["ssh-ed25519 AAAA me"]})
+            files[0].1,
+            format!("instance-id: {uid}\nlocal-hostname: web\npublic-keys:\n- \"ssh-ed25519 AAAA me\"\n")
         );
+        let mac = nics[0].1.to_string().to_lowercase();
         assert_eq!(
-            json(1)["ethernets"]["lan"]["match"]["macaddress"],
-            nics[0].1.to_string().to_lowercase()
-        );
-        assert_eq!(
-            json(1)["ethernets"]["lan"]["dhcp4-overrides"],
-            json!({"use-domains": true})
+            files[1].1,
+            format!(
+                "version: 2\nethernets:\n  \"lan\":\n    match:\n      macaddress: \"{mac}\"\n    dhcp4: true\n    \
+                 dhcp4-overrides:\n      use-domains: true\n    dhcp6: false\n"
+            )
         );
         assert_eq!(files[2].1.as_bytes(), init.user_data);
         assert!(files[3].1.starts_with("#cloud-config\n") && files[3].1.contains("$6$salt$hash"));
@@ -206,6 +200,19 @@ mod tests {
         assert!(bytes() == bytes());
         let disk = File::from(seed.make().unwrap());
         assert!((&disk).write_all(b"x").is_err(), "it can't be written to");
+    }
+
+    #[test]
+    fn scalars_are_plain_where_yaml_reads_them_as_text() {
+        for (text, expected) in [
+            ("web-1", "web-1"),
+            ("no", "\"no\""),
+            ("1e3", "\"1e3\""),
+            ("a: b", "\"a: b\""),
+            ("a\nb", "\"a\\nb\""),
+        ] {
+            assert_eq!(scalar(text), expected);
+        }
     }
 
     #[test]

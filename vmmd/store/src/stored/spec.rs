@@ -41,6 +41,8 @@ stored! {
         on_panic: i32,
         #[prost(message, optional, tag = "22")]
         guest_agent: Option<GuestAgentSpec>,
+        #[prost(message, optional, tag = "30")]
+        smbios: Option<SmbiosSpec>,
     }
 }
 
@@ -242,6 +244,8 @@ stored! {
     FirmwareBoot of v1::FirmwareBoot {
         #[prost(int32, tag = "1")]
         r#type: i32,
+        #[prost(uint32, tag = "2")]
+        menu_seconds: u32,
     }
 }
 
@@ -300,6 +304,8 @@ stored! {
         bus: i32,
         #[prost(bool, tag = "17")]
         cdrom: bool,
+        #[prost(uint32, tag = "18")]
+        boot_order: u32,
     }
 }
 
@@ -341,6 +347,8 @@ stored! {
         backend: i32,
         #[prost(message, optional, tag = "15")]
         firewall: Option<NicFirewall>,
+        #[prost(uint32, tag = "20")]
+        boot_order: u32,
     }
 }
 
@@ -451,6 +459,30 @@ stored! {
     ClockSpec of v1::ClockSpec {
         #[prost(int32, tag = "1")]
         on_resume: i32,
+        #[prost(string, tag = "2")]
+        timezone: String,
+    }
+}
+
+stored! {
+    /// Identity of the guest's system.
+    SmbiosSpec of v1::SmbiosSpec {
+        #[prost(string, tag = "1")]
+        uuid: String,
+        #[prost(string, tag = "2")]
+        serial: String,
+        #[prost(string, tag = "3")]
+        manufacturer: String,
+        #[prost(string, tag = "4")]
+        product: String,
+        #[prost(string, tag = "5")]
+        version: String,
+        #[prost(string, tag = "6")]
+        sku: String,
+        #[prost(string, tag = "7")]
+        family: String,
+        #[prost(string, tag = "8")]
+        asset_tag: String,
     }
 }
 

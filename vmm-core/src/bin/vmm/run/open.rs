@@ -23,7 +23,7 @@ use vmm_base::sys::{
 use vmm_core::memory::huge;
 use vmm_protocol::{convert, machine::AGENT_CHANNEL, vmm};
 use vmmd_spec::{
-    disk::{Bus, Cache, Disk, Source},
+    disk::{Bus, Cache, Disk, Format, Source},
     display::Display,
     nic::Mac,
     pci,
@@ -91,17 +91,35 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
             };
             (Some(kernel), None)
         }
-        Boot::Firmware(kind) => (None, Some(open_firmware(&mut fds, *kind, files)?)),
+        Boot::Firmware {
+            kind: Some(kind),
+            menu_seconds,
+        } => {
+            let firmware = vmm::Firmware {
+                menu_seconds: *menu_seconds,
+                ..open_firmware(&mut fds, *kind, files)?
+            };
+            (None, Some(firmware))
+        }
+        Boot::Firmware { kind: None, .. } => bail!(
+            "spec.boot.firmware: the firmware is chosen by the daemon: set the type to UEFI or BIOS here"
+        ),
         Boot::Disk { .. } => bail!(
             "spec.boot.fromDisk: the kernel on a disk is found by the daemon: give spec.boot.linux.kernel here"
         ),
     };
+    if !spec.timezone.is_empty() {
+        bail!("spec.clock.timezone: the daemon knows time zones: start the VM with vmmd, or leave it out");
+    }
+    let uuid = spec
+        .smbios
+        .uuid
+        .unwrap_or_else(|| uuid::Builder::from_custom_bytes(digest(&[name])).into_uuid());
     let machine = vmm::MachineSpec {
         name: name.to_owned(),
-        uuid: uuid::Builder::from_custom_bytes(digest(&[name]))
-            .into_uuid()
-            .as_bytes()
-            .to_vec(),
+        uuid: uuid.as_bytes().to_vec(),
+        smbios: Some(convert::smbios(&spec.smbios)),
+        clock_offsets: Vec::new(),
         vcpus: spec.topology.cores(),
         memory_bytes: spec.memory_bytes,
         memory_shared: spec.shares_memory(),
@@ -189,6 +207,14 @@ fn open_disk(fds: &mut Fds, address: u32, disk: &Disk) -> Result<vmm::Disk> {
     if disk.source == Source::Seed {
         bail!("spec.cloudInit: the seed of cloud-init is made by the daemon: leave it out here");
     }
+    if disk.source == Source::Empty {
+        let (pci_slot, sata_port) = convert::disk_address(address);
+        return Ok(vmm::Disk {
+            pci_slot,
+            sata_port,
+            ..convert::disk(disk, Format::Iso)
+        });
+    }
     let Source::Path {
         path,
         format,
@@ -233,6 +259,7 @@ fn open_firmware(fds: &mut Fds, kind: FirmwareType, files: &FirmwareFiles) -> Re
         return Ok(vmm::Firmware {
             code_fd: fds.add(open("BIOS", &files.bios, false)?),
             variables_fd: None,
+            ..vmm::Firmware::default()
         });
     }
     let Some(variables) = &files.variables else {
@@ -243,6 +270,7 @@ fn open_firmware(fds: &mut Fds, kind: FirmwareType, files: &FirmwareFiles) -> Re
     Ok(vmm::Firmware {
         code_fd: fds.add(open("UEFI code", &files.code, false)?),
         variables_fd: Some(fds.add(open("UEFI variables", variables, true)?)),
+        ..vmm::Firmware::default()
     })
 }
 

@@ -133,7 +133,7 @@ fn spec(vcpus: u32, code: &[u8]) -> (MachineSpec, Vec<OwnedFd>) {
         name: "test".to_owned(),
         uuid: vec![7; 16],
         vcpus,
-        memory_bytes: layout::RAM_MIN,
+        memory_bytes: 128 * layout::MIB,
         kvm_fd: 0,
         kernel: Some(vmm::Kernel {
             kernel_fd: 1,

@@ -116,6 +116,9 @@ impl Actor {
             Outcome::Applied(path, live, applied, result) => {
                 self.on_applied(path, &live, &applied, result).await;
             }
+            Outcome::Medium(path, live, applied, result) => {
+                self.on_medium(path, &live, &applied, result).await;
+            }
             Outcome::Guest(guest) => self.on_looked_at_guest(guest),
             Outcome::State(state) => self.on_state(state),
             Outcome::Identified(disks) => self.on_identified(disks),

@@ -26,7 +26,7 @@ use crate::{
             Actor,
             attachments::Attachments,
             balloon, nics,
-            plug::{self, Outcome},
+            plug::{self, Outcome, Plugged},
             plugged::{self, What},
             respond,
             row::Row,
@@ -50,6 +50,8 @@ pub struct LiveChanges {
     pub(in super::super) plugs_changed: u64,
     /// By path: why it could not be applied.
     pub(in crate::vm) failed: BTreeMap<String, String>,
+    /// The last update takes media out of drives although the guest prevents that.
+    pub(super) force_media: bool,
     waiters: Vec<Waiter>,
 }
 
@@ -201,6 +203,22 @@ impl Actor {
                 });
                 self.disks.live.plugs.insert(path, task);
             }
+            Live::Medium(name) => {
+                let disk = self.spec.disks.iter().find(|disk| disk.name.as_str() == name);
+                let Some(disk) = disk.cloned() else {
+                    self.disks.live.under_way.remove(&path);
+                    return false;
+                };
+                let (host, force) = (Arc::clone(&self.host), self.disks.live.force_media);
+                let hardware = record.instance.and_then(|run| run.hardware);
+                let hardware = hardware.or(record.hardware).unwrap_or_default();
+                let mut turn = self.disks.live.row.join();
+                self.disks.tasks.spawn(async move {
+                    turn.come().await;
+                    let result = plug::change_medium(host, client, disk, hardware, force).await;
+                    Outcome::Medium(of, live, desired, result)
+                });
+            }
             Live::NicPorts(name) | Live::NicFirewall(name) => {
                 let (host, uid, name) = (Arc::clone(&self.host), self.uid, name.clone());
                 let mut turn = self.disks.live.row.join();
@@ -255,6 +273,29 @@ impl Actor {
             Err(failure) => Err(failure),
         };
         self.on_applied(path, live, applied, result).await;
+    }
+
+    /// A drive has another medium, or keeps its own.
+    pub(in super::super) async fn on_medium(
+        &mut self,
+        path: String,
+        live: &Live,
+        applied: &Json,
+        result: Result<Plugged, Failure>,
+    ) {
+        let result = match (result, live) {
+            (Ok(Plugged { ids, known }), Live::Medium(name)) if self.disks.live.is_under_way(&path) => {
+                self.record.files.extend(known);
+                if let Some(instance) = &mut self.instance {
+                    instance.set_disk(name, Some(ids));
+                }
+                Ok(())
+            }
+            (result, _) => result.map(|_| ()),
+        };
+        self.on_applied(path, live, applied, result).await;
+        change::hold_disks(&self.host, &self.record);
+        self.look();
     }
 
     /// Handles the end of a change of the machine; `applied` is the new value.
@@ -397,6 +438,7 @@ async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec, memory_bytes:
         | Live::DetachNic(_)
         | Live::AttachShare(_)
         | Live::DetachShare(_)
+        | Live::Medium(_)
         | Live::NicPorts(_)
         | Live::NicFirewall(_) => Ok(()),
     }

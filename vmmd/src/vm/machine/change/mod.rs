@@ -85,7 +85,12 @@ pub enum Live {
     AttachShare(String),
     /// A share less.
     DetachShare(String),
+    /// The medium of a CD-ROM drive.
+    Medium(String),
 }
+
+/// Fields of a disk that name the medium of a CD-ROM drive.
+const MEDIUM: [&str; 4] = ["path", "disk", "format", "beneath"];
 
 /// Paths that [`Live::Processors`] covers.
 const PROCESSORS: [&str; 3] = [
@@ -227,6 +232,7 @@ pub fn compare(running: &VmSpec, desired: &VmSpec) -> Vec<Change> {
         .iter()
         .filter_map(|change| change.path.strip_suffix(".rateGroup").map(str::to_owned))
         .collect();
+    join_media(running, desired, &mut changes);
     for change in &mut changes {
         let possible = match &change.verdict {
             // Between a limit of its own and that of a group it is never without one.
@@ -266,6 +272,23 @@ pub fn compare(running: &VmSpec, desired: &VmSpec) -> Vec<Change> {
         }
     }
     changes
+}
+
+/// Makes the changed fields of a drive's medium one change, which a machine with the drive takes over.
+fn join_media(running: &VmSpec, desired: &VmSpec, changes: &mut Vec<Change>) {
+    let is_drive = |spec: &VmSpec, name: &str| spec.disks.iter().any(|disk| disk.name == name && disk.cdrom);
+    let mut joined = BTreeSet::new();
+    changes.retain_mut(|change| {
+        let medium = change.path.strip_prefix("spec.disks[").and_then(|rest| {
+            let (name, field) = rest.split_once("].")?;
+            MEDIUM.contains(&field).then(|| name.to_owned())
+        });
+        let Some(name) = medium.filter(|name| is_drive(running, name) && is_drive(desired, name)) else {
+            return true;
+        };
+        change.verdict = Verdict::Live(Live::Medium(name.clone()));
+        joined.insert(name)
+    });
 }
 
 fn walk(path: String, running: &Json, desired: &Json, found: &mut Vec<Change>) {
@@ -447,6 +470,16 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
         Live::Detach(name) => {
             running.disks.retain(|disk| disk.name != *name);
             hardware.disk_slots.remove(name);
+        }
+        Live::Medium(name) => {
+            let wanted = desired.disks.iter().find(|disk| disk.name == *name);
+            let disk = running.disks.iter_mut().find(|disk| disk.name == *name);
+            if let (Some(disk), Some(wanted)) = (disk, wanted) {
+                disk.source.clone_from(&wanted.source);
+                disk.format = wanted.format;
+                disk.beneath.clone_from(&wanted.beneath);
+                disk.any_content = wanted.any_content;
+            }
         }
         Live::AttachShare(name) => {
             running.shares.retain(|share| share.name != *name);

@@ -139,7 +139,12 @@ fn each_kind_of_change_has_its_verdict() {
         (|s| s.run_policy = 4, &["spec.runPolicy RunPolicy"]),
         (|s| s.on_crash = 2, &["spec.onCrash restart"]),
         (
-            |s| s.clock = Some(v1::ClockSpec { on_resume: 2 }),
+            |s| {
+                s.clock = Some(v1::ClockSpec {
+                    on_resume: 2,
+                    ..Default::default()
+                });
+            },
             &["spec.clock.onResume restart"],
         ),
         (
@@ -230,7 +235,15 @@ fn each_kind_of_change_has_its_verdict() {
         (|s| s.disks.reverse(), &[]),
         (|s| s.run_policy = 1, &[]),
         (|s| s.on_crash = 1, &[]),
-        (|s| s.clock = Some(v1::ClockSpec { on_resume: 1 }), &[]),
+        (
+            |s| {
+                s.clock = Some(v1::ClockSpec {
+                    on_resume: 1,
+                    ..Default::default()
+                });
+            },
+            &[],
+        ),
         (|s| s.balloon = None, &[]),
         (|s| s.cpu.as_mut().unwrap().core_fraction_percent = 100, &[]),
         (|s| s.disks[0].serial = "root".into(), &[]),
