@@ -9,6 +9,7 @@ use std::{
 use uuid::Uuid;
 use vmmd_spec::{
     Violations,
+    cpu::{Model, features},
     disk::{DEFAULT_QUEUES, Format, MAX_QUEUES, MAX_SATA, MAX_SERIAL, OnError, RateLimit},
     display::is_size,
     keyboard::Layout,
@@ -36,6 +37,8 @@ pub struct Machine {
     pub uuid: Uuid,
     /// Virtual CPUs.
     pub topology: Topology,
+    /// Processor that the guest sees.
+    pub processor: Processor,
     /// Guest RAM in bytes.
     pub memory_bytes: u64,
     /// Backed by a memfd instead of private memory.
@@ -70,6 +73,17 @@ pub struct Machine {
     pub on_crash: OnCrash,
     /// After a pause kvmclock continues with the host's real time.
     pub sync_clock: bool,
+}
+
+/// Processor that the guest sees.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Processor {
+    /// Model.
+    pub model: Model,
+    /// All features of the guest, or with [`Model::Host`] those that the host has to have.
+    pub features: Vec<&'static str>,
+    /// With [`Model::Host`]: features that the guest does not have.
+    pub without: Vec<&'static str>,
 }
 
 /// How the guest of a machine begins.
@@ -362,6 +376,7 @@ impl Machine {
             name: spec.name.clone(),
             uuid,
             topology,
+            processor: processor(&mut claims.found, spec.processor.as_ref()),
             memory_bytes: memory,
             memory_shared: spec.memory_shared,
             memory: memory_options(&mut claims.found, spec),
@@ -399,6 +414,31 @@ impl Machine {
             claims.add("disks.sata_port", "only with firmware");
         }
         claims.found.or(machine)
+    }
+}
+
+fn processor(found: &mut Violations, wire: Option<&vmm::Processor>) -> Processor {
+    let Some(wire) = wire else {
+        return Processor::default();
+    };
+    let model = Model::named(&wire.model).unwrap_or_else(|| {
+        found.add("processor.model", format_args!("no model {:?}", wire.model));
+        Model::Host
+    });
+    let mut known = |field: &str, names: &[String]| {
+        let named = names.iter().filter_map(|name| {
+            let feature = features::find(name);
+            if feature.is_none() {
+                found.add(field, format_args!("no feature {name:?}"));
+            }
+            feature.map(|feature| feature.name)
+        });
+        named.collect()
+    };
+    Processor {
+        model,
+        features: known("processor.features", &wire.features),
+        without: known("processor.without", &wire.without),
     }
 }
 

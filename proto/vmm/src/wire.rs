@@ -23,7 +23,7 @@ use crate::vmm::Message;
 /// Version of the protocol spoken by this build. A `vmm` serves every minor version of its major one.
 pub const MAJOR: u32 = 1;
 /// See [`MAJOR`].
-pub const MINOR: u32 = 14;
+pub const MINOR: u32 = 15;
 /// Longest encoded message in bytes.
 pub const MAX_FRAME: usize = 1 << 20;
 /// Most file descriptors with one frame.

@@ -103,6 +103,10 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
             .as_bytes()
             .to_vec(),
         vcpus: spec.topology.cores(),
+        processor: convert::processor(
+            &spec.processor,
+            spec.processor.features().into_iter().map(str::to_owned).collect(),
+        ),
         memory_bytes: spec.memory_bytes,
         memory_shared: spec.shares_memory(),
         kvm_fd: fds.add(open_kvm()?),
