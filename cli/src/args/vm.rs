@@ -239,7 +239,7 @@ pub struct Guest {
     /// Virtual CPUs
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub cpus: u32,
-    /// Processor that the guest sees: host, x86-64-v2, x86-64-v3 or x86-64-v4; `vmmctl get node` lists those that the node
+    /// Processor that the guest sees: host, x86-64-v2, x86-64-v3 or x86-64-v4; `vmmctl get node` lists the models that the node
     /// supports [default: host]
     #[arg(long, value_name = "MODEL")]
     pub cpu_model: Option<String>,

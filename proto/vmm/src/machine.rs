@@ -80,7 +80,7 @@ pub struct Machine {
 pub struct Processor {
     /// Model.
     pub model: Model,
-    /// All features of the guest, or with [`Model::Host`] those that the host has to have.
+    /// All features of the guest. With [`Model::Host`], only the features that the host must have.
     pub features: Vec<&'static str>,
     /// With [`Model::Host`]: features that the guest does not have.
     pub without: Vec<&'static str>,

@@ -187,7 +187,7 @@ impl Host {
             operation: "building a list of MSRs",
             source: io::ErrorKind::OutOfMemory.into(),
         })?;
-        // A KVM without feature MSRs has none of its own.
+        // A KVM without feature MSRs refuses the call.
         let read = self.kvm.get_msrs(&mut msrs).unwrap_or(0);
         Ok(msrs.as_slice().iter().take(read).next().map_or(0, |msr| msr.data))
     }

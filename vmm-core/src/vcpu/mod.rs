@@ -124,7 +124,7 @@ struct Handle {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a vCPU has from its creation to its end.
+/// Properties of a vCPU that never change.
 #[derive(Clone, Debug)]
 pub struct Identity {
     /// Local APIC id.

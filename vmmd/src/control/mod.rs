@@ -152,7 +152,7 @@ struct Waiting {
     requests: HashMap<u64, oneshot::Sender<Outcome>>,
 }
 
-/// What a transfer has beside memory, disks and state.
+/// Optional parts of a transfer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Extras {
     /// The boot files, which the other side does not have.

@@ -1,4 +1,4 @@
-//! Whether a VM can be moved to another node: the condition `Migratable` shows what the admission of a migration decides.
+//! Whether a VM can be moved to another node, for the admission of a migration and for the condition `Migratable`.
 
 use vmmd_host::failure::Failure;
 use vmmd_spec::{

@@ -9,7 +9,7 @@
 //! | [`start`] | from a spec to a booted `vmm`, from top to bottom |
 //! | [`instance`] | one run: the process, its connection, its claims on the node |
 //! | [`machine`] | machine description for a `vmm`, differences of a running machine from its spec, cgroup limits |
-//! | [`migratable`] | whether a VM can be moved to another node |
+//! | [`migratable`](mod@migratable) | whether a VM can be moved to another node |
 //! | [`recovery`] | a VM after the daemon's restart, after a panic of its actor, and an unusable VM |
 
 mod actor;

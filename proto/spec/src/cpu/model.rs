@@ -59,7 +59,7 @@ impl Model {
         }
     }
 
-    /// Features that a guest has with it. None of [`Host`](Self::Host), which has those of the node.
+    /// Features of a guest with this model, sorted. Empty for [`Host`](Self::Host): the guest has the features of the node.
     pub fn features(self) -> Vec<&'static str> {
         let parts: &[&[&str]] = match self {
             Self::Host => &[],

@@ -318,7 +318,7 @@ fn holds_memory(bytes: u64, restored: u64) -> Result<(), Failure> {
     ))
 }
 
-/// What a machine is built on: the host's KVM, the CPUID of the machine, and the addresses of its PCI buses.
+/// Base of a machine: the host's KVM, the CPUID of the machine, and the addresses of its PCI buses.
 struct Ground {
     host: Host,
     cpuid: Cpuid,

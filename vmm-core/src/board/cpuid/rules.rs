@@ -1,18 +1,18 @@
 //! Whether this host can have the CPUID of a saved machine.
 //!
-//! A guest keeps its CPUID while it moves, so each feature that it has must exist here: the saved features have to be a
+//! A guest keeps its CPUID while it moves, so each of its features must exist here: the saved features have to be a
 //! subset of the offered ones. These parts are numbers or layouts, and have rules of their own:
 //!
-//! | part | rule | reason |
-//! |---|---|---|
-//! | vendor (leaf 0) | equal | instructions and MSRs that the guest chose by vendor exist on one vendor's processors only |
-//! | line size of CLFLUSH (leaf 1, EBX 15:8) | equal | the guest flushes memory in steps of this size |
-//! | offset, size and flags of each XSAVE component of the guest (leaf 0xd; Intel SDM vol. 1, 13.5) | equal | the guest's areas in memory have this layout, and the processor executes XSAVE without an exit |
-//! | hypervisor's name (leaf 0x4000_0000) | equal | another interface otherwise |
-//! | physical and linear address bits (leaf 0x8000_0008, EAX) | at most the host's | page tables and BARs use them |
-//! | version of AVX10 (leaf 0x24, EBX 7:0) | at most the host's | a version includes the earlier ones |
-//! | largest leaves, signature, brand, caches, TLBs, topology | any | descriptions: KVM gives a guest those of its CPUID, and no instruction depends on them |
-//! | leaves that this program does not know | equal | they may be anything |
+//! - equal: the vendor (leaf 0). The guest chose instructions and MSRs by vendor.
+//! - equal: the line size of CLFLUSH (leaf 1, EBX 15:8). The guest flushes memory in steps of this size.
+//! - equal: offset, size and flags of each XSAVE component of the guest (leaf 0xd; Intel SDM vol. 1, 13.5). The guest's areas
+//!   in memory have this layout, and the processor executes XSAVE without an exit.
+//! - equal: the hypervisor's name (leaf 0x4000_0000). Another name is another interface.
+//! - equal: leaves that this program does not know.
+//! - at most the host's: physical and linear address bits (leaf 0x8000_0008, EAX). Page tables and BARs use them.
+//! - at most the host's: the version of AVX10 (leaf 0x24, EBX 7:0). A version includes the earlier ones.
+//! - any: largest leaves, signature, brand, caches, TLBs and topology. These are descriptions. KVM answers with the values
+//!   that it was given, and no instruction depends on them.
 
 use kvm_bindings::kvm_cpuid_entry2;
 use vmmd_spec::cpu::features::{
@@ -177,8 +177,8 @@ const CAPABILITIES: [(u32, &str); 26] = [
 /// RSBA and RRSBA, which report a weakness: the guest has to know of it.
 const WEAKNESSES: u64 = 1 << 2 | 1 << 19;
 
-/// Refuses a guest that was told of an immunity or a remedy that this host does not have, or was not told of a weakness that
-/// it has. `saved` is 0 in states that do not have it.
+/// Refuses a guest whose register reports an immunity or a remedy that this host lacks, or does not report a weakness of this
+/// host. `saved` is 0 in states of older programs.
 pub(super) fn check_arch_capabilities(own: u64, saved: u64) -> Result<(), String> {
     if saved == 0 {
         return Ok(());

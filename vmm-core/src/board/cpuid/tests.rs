@@ -194,7 +194,7 @@ fn level(model: Model, more: &[&'static str]) -> Vec<&'static str> {
     model.features().into_iter().chain(more.iter().copied()).collect()
 }
 
-/// What a guest of the host gets.
+/// CPUID of a guest of the host.
 fn guest(host: &[kvm_cpuid_entry2], model: Model) -> Result<Vec<kvm_cpuid_entry2>, Vec<String>> {
     let mut entries = common(host, topology(2), true);
     personalise(&mut entries, topology(2), 0);
