@@ -124,7 +124,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         node: registry::node::State::new(store.clone(), records.node),
         operations: operation::Operations::new(store.clone(), records.operations),
         store,
-        cpus: capacity::Cpus::read(Path::new("/")),
+        cpus: capacity::Cpus::read(Path::new("/"), &config.kvm_device),
         ledger,
         cgroups,
         links: Links::connect().context("connect to the kernel's network configuration")?,

@@ -24,6 +24,20 @@ pub enum Node {
     Drain(Drain),
     /// Check whether the VMs of a manifest can be created and started here now, and list all obstacles (exit code 9)
     Check(Files),
+    /// Print the processor model and the features that several nodes have in common, as `spec.cpu` of a manifest
+    CpuBaseline(CpuBaseline),
+}
+
+/// `node cpu-baseline`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl node cpu-baseline node-1 node-2 node-3
+  vmmctl node cpu-baseline")]
+pub struct CpuBaseline {
+    /// Contexts of the nodes, from the configuration file [default: the selected node]
+    #[arg(value_name = "CONTEXT", conflicts_with_all = ["context", "socket", "endpoint"])]
+    pub contexts: Vec<String>,
 }
 
 /// `update node`.

@@ -156,7 +156,7 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 34] = [
+const FLAGS: [&str; 36] = [
     "smbios",
     "timezone",
     "boot_menu",
@@ -187,6 +187,8 @@ const FLAGS: [&str; 34] = [
     "core_fraction",
     "core_limit",
     "host_cpus",
+    "cpu_model",
+    "cpu_features",
     "huge_pages",
     "prefault",
     "mergeable",
@@ -254,6 +256,13 @@ pub struct Guest {
     /// Virtual CPUs
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub cpus: u32,
+    /// Processor that the guest sees: host, x86-64-v2, x86-64-v3 or x86-64-v4; `vmmctl get node` lists the models that the node
+    /// supports [default: host]
+    #[arg(long, value_name = "MODEL")]
+    pub cpu_model: Option<String>,
+    /// Features that differ from the model: +NAME adds one, -NAME removes one, as in +aes,-rtm
+    #[arg(long, value_name = "LIST", value_delimiter = ',', allow_hyphen_values = true, value_parser = cpu_feature)]
+    pub cpu_features: Vec<CpuFeature>,
     /// Add a channel to the QEMU guest agent in the guest: `vmmctl exec`
     #[arg(long)]
     pub guest_agent: bool,
@@ -301,6 +310,47 @@ pub struct CloudInit {
     pub hostname: Option<String>,
 }
 
+impl Guest {
+    /// The vCPUs.
+    pub fn cpu(&self) -> v1::CpuSpec {
+        v1::CpuSpec {
+            cores: self.cpus,
+            model: self.cpu_model.clone().unwrap_or_default(),
+            features: self.cpu_features(),
+            ..v1::CpuSpec::default()
+        }
+    }
+
+    /// Differences to the model; `None` without any.
+    fn cpu_features(&self) -> Option<v1::CpuFeatures> {
+        let mut features = v1::CpuFeatures::default();
+        for feature in &self.cpu_features {
+            match feature {
+                CpuFeature::Add(name) => features.add.push(name.clone()),
+                CpuFeature::Remove(name) => features.remove.push(name.clone()),
+            }
+        }
+        (!self.cpu_features.is_empty()).then_some(features)
+    }
+}
+
+/// Difference to a processor model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CpuFeature {
+    /// The guest has this feature.
+    Add(String),
+    /// The guest lacks this feature.
+    Remove(String),
+}
+
+fn cpu_feature(text: &str) -> Result<CpuFeature, String> {
+    match text.split_at_checked(1) {
+        Some(("+", name)) if !name.is_empty() => Ok(CpuFeature::Add(name.to_owned())),
+        Some(("-", name)) if !name.is_empty() => Ok(CpuFeature::Remove(name.to_owned())),
+        _ => Err("must be +NAME or -NAME, as in +aes,-rtm".to_owned()),
+    }
+}
+
 /// Processor time and properties of guest memory.
 #[derive(Debug, Args)]
 pub struct Resources {
@@ -329,13 +379,13 @@ pub struct Resources {
 }
 
 impl Resources {
-    /// The processors of a VM with this number of vCPUs.
-    pub fn cpu(&self, cores: u32) -> v1::CpuSpec {
+    /// The processors of a VM with these vCPUs.
+    pub fn cpu(&self, guest: &Guest) -> v1::CpuSpec {
         v1::CpuSpec {
-            cores,
             core_fraction_percent: self.core_fraction.unwrap_or_default(),
             core_limit_percent: self.core_limit.unwrap_or_default(),
             host_cpus: self.host_cpus.clone().unwrap_or_default(),
+            ..guest.cpu()
         }
     }
 

@@ -74,7 +74,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
     let groups = flags.rate_groups.iter().map(|text| disk_spec::rate_group(text));
     let (no_balloon, free_page_reporting) = (flags.no_balloon, flags.free_page_reporting);
     let spec = v1::VmSpec {
-        cpu: Some(args.resources.cpu(guest.cpus)),
+        cpu: Some(args.resources.cpu(guest)),
         memory: Some(args.resources.memory(flags.memory)),
         boot: Some(v1::BootSpec { source: Some(boot) }),
         disks: disks.collect::<Result<_>>()?,
@@ -161,9 +161,12 @@ pub fn of_guest(guest: &Guest, nics: &[String]) -> Result<v1::VmSpec> {
 
 /// The option that sets a field. Lists and parts of options have no entry, as the path of the field is more exact.
 fn option(field: &str) -> Option<&'static str> {
-    const OPTIONS: [(&str, &str); 5] = [
+    const OPTIONS: [(&str, &str); 8] = [
         ("metadata.name", "NAME"),
         ("spec.cpu.cores", "--cpus"),
+        ("spec.cpu.model", "--cpu-model"),
+        ("spec.cpu.features.add", "--cpu-features"),
+        ("spec.cpu.features.remove", "--cpu-features"),
         ("spec.memory.sizeBytes", "--memory"),
         ("spec.boot.linux.kernel", "--kernel"),
         ("spec.boot.linux.initrd", "--initrd"),

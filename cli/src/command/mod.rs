@@ -166,7 +166,7 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::Snapshot(Snapshot::Import(args)) => {
             snapshot::archive::import(&limited(given, args.timeout).await?, &args).await?;
         }
-        Command::Node(verb) => node::run(&client().await?, verb).await?,
+        Command::Node(verb) => node::run(given, verb).await?,
         Command::Operation(Operation::Cancel { id, timeout }) => {
             operation::cancel(&limited(given, timeout).await?, &id).await?;
         }

@@ -3,15 +3,17 @@
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use vmmd_api::v1;
+use vmmd_spec::cpu::baseline;
 
 use super::{act, apply, migration, operation, work::guarded_operation};
 use crate::{
     args::{
         LabelChange, Output,
-        node::{Drain, Node},
+        node::{CpuBaseline, Drain, Node},
         vm::Files,
     },
     client::{Client, Kind as _, QUICK, Query, call, send},
+    contexts::Connection,
     failure::{Code, Failure, Result},
     manifest::{Object, schema},
     output::{self, format},
@@ -21,24 +23,58 @@ use crate::{
 const DRAIN: Duration = Duration::from_secs(24 * 3600);
 
 /// Runs a verb for the node.
-pub async fn run(client: &Client, verb: Node) -> Result<(), Vec<Failure>> {
+pub async fn run(given: &Connection, verb: Node) -> Result<(), Vec<Failure>> {
+    let client = || Client::connect(given);
     match verb {
         Node::Cordon { reason, timeout } => {
-            cordon(&client.with_timeout(timeout.timeout), reason).await?;
+            cordon(&client().await?.with_timeout(timeout.timeout), reason).await?;
         }
         Node::Uncordon(timeout) => {
-            let client = client.with_timeout(timeout.timeout);
+            let client = client().await?.with_timeout(timeout.timeout);
             let request = v1::UncordonNodeRequest::default();
             let answer = send!(client.limit(QUICK), client.nodes, uncordon_node, request).await?;
             output::line(format!("node/{} uncordoned", name(answer.node)))?;
         }
         Node::Drain(args) => {
-            evacuate(client, &args).await?;
-            drain(client, args).await?;
+            let client = client().await?;
+            evacuate(&client, &args).await?;
+            drain(&client, args).await?;
         }
-        Node::Check(Files { files }) => check(client, &files).await?,
+        Node::Check(Files { files }) => check(&client().await?, &files).await?,
+        Node::CpuBaseline(CpuBaseline { contexts }) => cpu_baseline(given, contexts).await?,
     }
     Ok(())
+}
+
+/// Prints the processor that the nodes of these contexts have in common; of the selected node without any.
+async fn cpu_baseline(given: &Connection, contexts: Vec<String>) -> Result<()> {
+    let of_context = |name| Connection {
+        context: Some(name),
+        ..given.clone()
+    };
+    let connections = match contexts.is_empty() {
+        true => vec![given.clone()],
+        false => contexts.into_iter().map(of_context).collect(),
+    };
+    let mut nodes = Vec::new();
+    for connection in &connections {
+        let node = Client::connect(connection).await?.node().await?;
+        let features = node.status.unwrap_or_default().guest_cpu_features;
+        if features.is_empty() {
+            let name = node.metadata.unwrap_or_default().name;
+            let message = format!("node \"{name}\" does not know which processor features guests can have");
+            return Err(Failure::new(Code::Precondition, message)
+                .hint("check that /dev/kvm exists there, and that its vmmd is of this version"));
+        }
+        nodes.push(features);
+    }
+    match baseline(&nodes) {
+        Some((model, further)) => output::print(&output::node::baseline(model, &further)),
+        None => {
+            let message = "the nodes have no processor model in common: VMs with the model \"host\" move only between nodes that are alike";
+            Err(Failure::new(Code::Precondition, message))
+        }
+    }
 }
 
 /// Prints the node.

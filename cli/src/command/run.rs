@@ -22,12 +22,14 @@ const NO_DISK: &str = "DISK_NOT_FOUND";
 const LONGEST: usize = 40;
 
 /// The options of `run` that set fields of the VM and of its disk; the longest prefixes come first.
-const OPTIONS: [(&str, &str); 18] = [
+const OPTIONS: [(&str, &str); 20] = [
     ("metadata.name", "--name"),
     ("disk.metadata.name", "--name"),
     ("disk.spec.sizeBytes", "--disk-size"),
     ("disk.spec.image", "IMAGE"),
     ("spec.disks[0]", "--name"),
+    ("spec.cpu.model", "--cpu-model"),
+    ("spec.cpu.features", "--cpu-features"),
     ("spec.cpu", "--cpus"),
     ("spec.memory", "--memory"),
     ("spec.boot.linux.kernel", "--kernel"),
@@ -210,10 +212,7 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
         }),
     };
     let mut spec = v1::VmSpec {
-        cpu: Some(v1::CpuSpec {
-            cores: args.guest.cpus,
-            ..Default::default()
-        }),
+        cpu: Some(args.guest.cpu()),
         memory: Some(v1::MemorySpec {
             size_bytes: args.memory,
             ..Default::default()

@@ -256,6 +256,14 @@ fn resources(text: &mut Lines, spec: &v1::VmSpec) {
         }
     }
     text.put("Host CPUs", &cpu.host_cpus);
+    text.put("CPU model", &cpu.model);
+    let features = cpu.features.unwrap_or_default();
+    let added = features.add.iter().map(|name| format!("+{name}"));
+    let removed = features.remove.iter().map(|name| format!("-{name}"));
+    text.put(
+        "CPU features",
+        &added.chain(removed).collect::<Vec<_>>().join(" "),
+    );
     let memory = spec.memory.unwrap_or_default();
     text.put(
         "Huge pages",
@@ -433,6 +441,7 @@ mod tests {
                 core_fraction_percent: 20,
                 core_limit_percent: 50,
                 host_cpus: "0-3".into(),
+                ..Default::default()
             }),
             memory: Some(v1::MemorySpec {
                 huge_pages: v1::HugePages::HugePages1g.into(),

@@ -1,6 +1,7 @@
 //! The node for people.
 
 use vmmd_api::v1;
+use vmmd_spec::cpu::Model;
 
 use super::{
     describe::{Lines, conditions},
@@ -32,6 +33,8 @@ pub fn node(node: &v1::Node, now: jiff::Timestamp) -> String {
     }
     text.put("Labels", &pairs(&metadata.labels, ", "));
     text.put("CPU features", &node.cpu_features.join(" "));
+    text.put("CPU models", &node.cpu_models.join(" "));
+    text.put("CPU of guests", &node.guest_cpu_features.join(" "));
     text.put("Features", &node.features.join(" "));
     resources(&mut text, &node);
     policies(&mut text, &spec);
@@ -50,6 +53,15 @@ pub fn node(node: &v1::Node, now: jiff::Timestamp) -> String {
     }
     conditions(&mut text, &node.conditions, now);
     text.0
+}
+
+/// `spec.cpu` of VMs that run on all of some nodes.
+pub fn baseline(model: Model, further: &[String]) -> String {
+    let mut text = format!("cpu:\n  model: {model}\n");
+    if !further.is_empty() {
+        text.push_str(&format!("  features:\n    add: [{}]\n", further.join(", ")));
+    }
+    text
 }
 
 /// Capacity of the node, resources allocatable to VMs, and committed resources.

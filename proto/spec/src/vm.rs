@@ -12,7 +12,7 @@ use super::{
     Violations,
     balloon::Balloon,
     cloud_init::CloudInit,
-    cpu::CpuShare,
+    cpu::{CpuShare, Processor},
     disk::{BootOrder, Bus, Disk, Limit, MAX_SATA, RateGroup, RateLimit, Source},
     display::Display,
     firewall::Firewall,
@@ -64,6 +64,8 @@ pub struct VmSpec {
     pub topology: Topology,
     /// Share of the node's processors for each CPU.
     pub cpu: CpuShare,
+    /// Processor that the guest sees.
+    pub processor: Processor,
     /// The node's processors that it runs on; all when `None`.
     pub host_cpus: Option<CpuSet>,
     /// Guest RAM in bytes.
@@ -288,7 +290,9 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let topology = Topology::for_cores(cores)
             .map_err(|error| found.add("spec.cpu.cores", error))
             .ok();
-        let cpu = CpuShare::new(&mut found, &spec.cpu.clone().unwrap_or_default());
+        let wire = spec.cpu.clone().unwrap_or_default();
+        let cpu = CpuShare::new(&mut found, &wire);
+        let processor = Processor::new(&mut found, &wire);
         let host_cpus = spec.cpu.as_ref().map_or("", |cpu| &cpu.host_cpus);
         let host_cpus = resources::host_cpus(&mut found, host_cpus);
         let memory = spec.memory.unwrap_or_default();
@@ -383,6 +387,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             (Some(topology), Some(boot)) => found.or(Self {
                 topology,
                 cpu,
+                processor,
                 host_cpus,
                 memory_bytes,
                 backing,

@@ -2,6 +2,7 @@
 
 use vmmd_spec::{
     balloon::Balloon,
+    cpu::Processor,
     disk::{Bus, Disk, Format, Limit, OnError, RateGroup, RateLimit, Source},
     display::Display,
     keyboard::Layout,
@@ -12,6 +13,16 @@ use vmmd_spec::{
 };
 
 use crate::vmm;
+
+/// A processor whose guest needs these features of the host. `None` is everything that the host has, which each version of
+/// the `vmm` knows.
+pub fn processor(processor: &Processor, features: Vec<String>) -> Option<vmm::Processor> {
+    (processor != &Processor::default()).then(|| vmm::Processor {
+        model: processor.model.name().to_owned(),
+        features,
+        without: processor.remove.iter().map(|name| (*name).to_owned()).collect(),
+    })
+}
 
 /// The configuration of a NIC without its tap, address and slot.
 pub fn nic(nic: &Nic) -> vmm::Nic {

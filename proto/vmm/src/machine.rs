@@ -9,6 +9,7 @@ use std::{
 use uuid::Uuid;
 use vmmd_spec::{
     Violations,
+    cpu::{Model, features},
     disk::{BootOrder, DEFAULT_QUEUES, Format, MAX_QUEUES, MAX_SATA, MAX_SERIAL, OnError, RateLimit},
     display::is_size,
     keyboard::Layout,
@@ -37,6 +38,8 @@ pub struct Machine {
     pub uuid: Uuid,
     /// Virtual CPUs.
     pub topology: Topology,
+    /// Processor that the guest sees.
+    pub processor: Processor,
     /// Guest RAM in bytes.
     pub memory_bytes: u64,
     /// Backed by a memfd instead of private memory.
@@ -75,6 +78,17 @@ pub struct Machine {
     pub smbios: Smbios,
     /// Difference of the real-time clock to UTC: from a time on, in seconds of Unix time, so many seconds.
     pub clock_offsets: Vec<(u64, i32)>,
+}
+
+/// Processor that the guest sees.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Processor {
+    /// Model.
+    pub model: Model,
+    /// All features of the guest. With [`Model::Host`], only the features that the host must have.
+    pub features: Vec<&'static str>,
+    /// With [`Model::Host`]: features that the guest does not have.
+    pub without: Vec<&'static str>,
 }
 
 /// How the guest of a machine begins.
@@ -377,6 +391,7 @@ impl Machine {
             name: spec.name.clone(),
             uuid,
             topology,
+            processor: processor(&mut claims.found, spec.processor.as_ref()),
             memory_bytes: memory,
             memory_shared: spec.memory_shared,
             memory: memory_options(&mut claims.found, spec),
@@ -416,6 +431,31 @@ impl Machine {
             claims.add("disks.sata_port", "only with firmware");
         }
         claims.found.or(machine)
+    }
+}
+
+fn processor(found: &mut Violations, wire: Option<&vmm::Processor>) -> Processor {
+    let Some(wire) = wire else {
+        return Processor::default();
+    };
+    let model = Model::named(&wire.model).unwrap_or_else(|| {
+        found.add("processor.model", format_args!("no model {:?}", wire.model));
+        Model::Host
+    });
+    let mut known = |field: &str, names: &[String]| {
+        let named = names.iter().filter_map(|name| {
+            let feature = features::find(name);
+            if feature.is_none() {
+                found.add(field, format_args!("no feature {name:?}"));
+            }
+            feature.map(|feature| feature.name)
+        });
+        named.collect()
+    };
+    Processor {
+        model,
+        features: known("processor.features", &wire.features),
+        without: known("processor.without", &wire.without),
     }
 }
 

@@ -466,11 +466,14 @@ impl lifecycle::Machine for Machine {
         self.nics.keep_queues(true)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
-        let sender = Sender::new(socket, self.ram.memory(), disks);
-        let sink = Box::new(match boot {
-            Some(boot) => sender.with_boot(boot),
-            None => sender,
-        });
+        let mut sender = Sender::new(socket, self.ram.memory(), disks);
+        if send.header_first {
+            sender = sender.with_header(self.current_header());
+        }
+        if let Some(boot) = boot {
+            sender = sender.with_boot(boot);
+        }
+        let sink = Box::new(sender);
         let begun = Saving::into_sink(&self.vm, self.ram.memory(), sink, (purpose, true), tell);
         self.save_with(begun)
     }

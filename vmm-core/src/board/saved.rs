@@ -39,12 +39,25 @@ const CLOCK: &str = "kvmclock";
 const PCI_ROOT: &str = "pci-root";
 const HOT_PLUG: &str = "hot-plug";
 
+/// Operation and object of a failure before anything is restored.
+pub(super) const CHECKING: (&str, &str) = ("checking", "the machine's state");
+
 fn vcpu(index: usize) -> String {
     format!("vcpu {index}")
 }
 
+/// The header of a saved machine.
+pub(super) fn header_of(saved: &state::Machine) -> Result<MachineHeader, Failure> {
+    let header = saved.sections.iter().find(|section| section.id == HEADER);
+    let missing = || StateError::Missing {
+        id: HEADER.to_owned(),
+    };
+    let header = header.ok_or_else(missing).and_then(Section::open);
+    header.map_err(failed(CHECKING.0, CHECKING.1))
+}
+
 /// Makes a failure of `operation` on `part`.
-fn failed<E: Into<StateError>>(operation: &str, part: &str) -> impl Fn(E) -> Failure {
+pub(super) fn failed<E: Into<StateError>>(operation: &str, part: &str) -> impl Fn(E) -> Failure {
     move |error| {
         let error = error.into();
         Failure::of(
@@ -136,7 +149,6 @@ impl Machine {
     /// Takes over a saved state. The machine was built the same and has never run; its memory is complete. It is paused
     /// afterwards.
     pub(super) fn restore(mut self, saved: state::Machine) -> Result<Self, Failure> {
-        const CHECKING: (&str, &str) = ("checking", "the machine's state");
         let (core, parts, pci, hotplug) = self.take_apart(saved).map_err(failed(CHECKING.0, CHECKING.1))?;
         let counter = core.vcpus.first().and_then(|vcpu| vcpu.tsc);
         self.paused_at = Some(GuestTime {

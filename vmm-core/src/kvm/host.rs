@@ -8,7 +8,8 @@ use std::{
 };
 
 use kvm_bindings::{
-    CpuId, KVM_API_VERSION, KVM_CAP_IOEVENTFD_ANY_LENGTH, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2,
+    CpuId, KVM_API_VERSION, KVM_CAP_IOEVENTFD_ANY_LENGTH, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2,
+    kvm_msr_entry,
 };
 use kvm_ioctls::{Cap, Kvm};
 
@@ -74,12 +75,12 @@ impl KvmError {
 /// Width of a physical address according to CPUID (leaf 0x8000_0008, EAX, bits 7:0; 36 without it,
 /// Intel SDM vol. 3, 4.1.4).
 pub(crate) fn address_bits(cpuid: &[kvm_cpuid_entry2]) -> u32 {
-    address_leaf(cpuid).map_or(36, |leaf| leaf.eax & 0xff)
+    let leaf = cpuid.iter().find(|entry| entry.function == 0x8000_0008);
+    leaf.map_or(36, |leaf| leaf.eax & 0xff)
 }
 
-fn address_leaf(cpuid: &[kvm_cpuid_entry2]) -> Option<&kvm_cpuid_entry2> {
-    cpuid.iter().find(|entry| entry.function == 0x8000_0008)
-}
+/// `MSR_IA32_ARCH_CAPABILITIES`.
+pub(crate) const ARCH_CAPABILITIES: u32 = 0x10a;
 
 /// Capabilities that every VM needs.
 const REQUIRED: &[(Cap, &str)] = &[
@@ -176,17 +177,28 @@ impl Host {
         Ok(self.supported.get_or_init(|| supported).clone())
     }
 
-    /// Width of the guest-physical addresses that can be mapped: CPUID's width, or less if nested
-    /// paging has fewer levels (leaf 0x8000_0008, EAX, bits 23:16, which are zero if not given;
-    /// AMD64 APM vol. 3, E.4.7).
-    pub fn physical_address_bits(&self) -> Result<u32, KvmError> {
-        let supported = self.supported_cpuid()?;
-        let bits = address_bits(supported.as_slice());
-        let leaf = address_leaf(supported.as_slice());
-        Ok(match leaf.map_or(0, |leaf| leaf.eax >> 16 & 0xff) {
-            0 => bits,
-            mappable => bits.min(mappable),
-        })
+    /// IA32_ARCH_CAPABILITIES that KVM gives vCPUs on this host (Intel SDM vol. 4, table 2-2); 0 without that register.
+    pub fn arch_capabilities(&self) -> Result<u64, KvmError> {
+        let wanted = kvm_msr_entry {
+            index: ARCH_CAPABILITIES,
+            ..Default::default()
+        };
+        let mut msrs = Msrs::from_entries(&[wanted]).map_err(|_| KvmError::Ioctl {
+            operation: "building a list of MSRs",
+            source: io::ErrorKind::OutOfMemory.into(),
+        })?;
+        // A KVM without feature MSRs refuses the call.
+        let read = self.kvm.get_msrs(&mut msrs).unwrap_or(0);
+        Ok(msrs.as_slice().iter().take(read).next().map_or(0, |msr| msr.data))
+    }
+
+    /// A host that supports other features, for tests of machines from other hosts.
+    #[cfg(test)]
+    pub fn supporting(self, supported: CpuId) -> Self {
+        Self {
+            supported: OnceLock::from(supported),
+            ..self
+        }
     }
 
     /// Whether local APIC timers can count to a TSC value (`KVM_CAP_TSC_DEADLINE_TIMER`).

@@ -78,7 +78,8 @@ fn largest_ram_is_built_without_allocation() {
         layout::{MIB, Map, RAM_MAX, TooLarge},
     };
     let host = host();
-    let ram = match Map::Direct.fits(RAM_MAX, host.physical_address_bits().unwrap()) {
+    let bits = address_bits(host.supported_cpuid().unwrap().as_slice());
+    let ram = match Map::Direct.fits(RAM_MAX, bits) {
         Ok(()) => RAM_MAX,
         Err(TooLarge { most, .. }) => most * MIB,
     };
@@ -140,10 +141,11 @@ const MACHINE_CHECKS: u64 = 1 << 6;
 /// writes to port 0x80.
 fn waiting_guest(cr4: u64) -> (Vcpu, crate::memory::GuestRam) {
     use crate::{
-        board::{boot::Entry, cpuid},
+        board::{boot::Entry, cpuid::Cpuid},
         memory::{Backing, GuestRam, layout::RAM_MIN},
     };
     use vm_memory::{Bytes as _, GuestAddress};
+    use vmm_protocol::machine::Processor;
 
     let host = host();
     let vm = Vm::create(&host).unwrap();
@@ -181,8 +183,8 @@ fn waiting_guest(cr4: u64) -> (Vcpu, crate::memory::GuestRam) {
     write(&gate.to_le_bytes(), TABLE + 8 * 18);
     let vcpu = vm.create_vcpu(0).unwrap();
     let topology = vmmd_spec::topology::Topology::for_cores(1).unwrap();
-    let cpuids = cpuid::build(&host, topology).unwrap();
-    vcpu.set_cpuid(&cpuids[0].1).unwrap();
+    let cpuid = Cpuid::new(&host, topology, &Processor::default()).unwrap();
+    vcpu.set_cpuid(&cpuid.vcpus().unwrap()[0].cpuid).unwrap();
     vcpu.set_machine_check_banks(MACHINE_CHECK_BANKS).unwrap();
     let entry = Entry::Pvh {
         eip: u32::try_from(CODE).unwrap(),

@@ -1,17 +1,25 @@
 //! One vCPU: entering the guest, and carrying out what made it leave.
 
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 use devices::bus::{Bus, Effect};
 use kvm_bindings::{
     CpuId, KVM_EXIT_IO_OUT, KVM_INTERNAL_ERROR_EMULATION,
     KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES, KVM_MP_STATE_HALTED, KVM_SYSTEM_EVENT_CRASH,
-    KVM_SYSTEM_EVENT_RESET, KVM_SYSTEM_EVENT_SHUTDOWN, KVMIO, kvm_regs, kvm_run, kvm_sregs, kvm_x86_mce,
+    KVM_SYSTEM_EVENT_RESET, KVM_SYSTEM_EVENT_SHUTDOWN, KVMIO, Msrs, kvm_msr_entry, kvm_regs, kvm_run,
+    kvm_sregs, kvm_x86_mce,
 };
 use kvm_ioctls::{Cap, VcpuExit, VcpuFd};
 use vmm_sys_util::{ioctl::ioctl_with_ref, ioctl_iow_nr};
 
-use super::{crash::Crash, host::KvmError, kick::Kicker, machine_check, stats::StatsReader, vm::Vm};
+use super::{
+    crash::Crash,
+    host::{ARCH_CAPABILITIES, KvmError},
+    kick::Kicker,
+    machine_check,
+    stats::StatsReader,
+    vm::Vm,
+};
 
 ioctl_iow_nr!(KVM_X86_SETUP_MCE, KVMIO, 0x9c, u64);
 ioctl_iow_nr!(KVM_X86_SET_MCE, KVMIO, 0x9e, kvm_x86_mce);
@@ -76,6 +84,25 @@ impl Vcpu {
         self.fd
             .set_cpuid2(cpuid)
             .map_err(KvmError::ioctl("KVM_SET_CPUID2"))
+    }
+
+    /// Sets IA32_ARCH_CAPABILITIES to the value that the guest has; after CPUID, and before the first entry.
+    pub fn set_arch_capabilities(&self, value: u64) -> Result<(), KvmError> {
+        const SETTING: &str = "KVM_SET_MSRS of IA32_ARCH_CAPABILITIES";
+        let entry = kvm_msr_entry {
+            index: ARCH_CAPABILITIES,
+            data: value,
+            ..Default::default()
+        };
+        let refused = |kind: io::ErrorKind| KvmError::Ioctl {
+            operation: SETTING,
+            source: kind.into(),
+        };
+        let msrs = Msrs::from_entries(&[entry]).map_err(|_| refused(io::ErrorKind::OutOfMemory))?;
+        match self.fd.set_msrs(&msrs).map_err(KvmError::ioctl(SETTING))? {
+            0 => Err(refused(io::ErrorKind::InvalidInput)),
+            _ => Ok(()),
+        }
     }
 
     /// Sets how many machine-check banks it has, or the most that KVM has; before the first entry. KVM's default of 32 costs a

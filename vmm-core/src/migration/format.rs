@@ -23,12 +23,13 @@
 //! | 8 cleared | u32 number of a disk, u64 offset, u64 length: the content of these bytes is now zero |
 //! | 9 part | the first bytes of a section's message that is longer than a frame; more parts may follow, and then a frame of kind 4 with its last bytes |
 //! | 10 boot | u8: 0 the kernel, 1 the initial RAM disk, 2 the command line; then the next bytes of it, at most 1 MiB |
+//! | 11 header | message [`MachineHeader`](vmm_protocol::state::MachineHeader): second frame, so that a machine that the other side can't continue is refused before anything else is sent |
 //!
 //! Pages and sectors that the stream omits are zero. A page or a sector may be repeated, and the
 //! last one applies. Sections follow all pages and blocks.
 //!
 //! Programs without support for disks can read a stream without disks. The same holds for parts of
-//! sections, and for boot files.
+//! sections, for boot files and for the header.
 
 use block::content::PIECE;
 
@@ -72,6 +73,8 @@ pub enum Kind {
     Part,
     /// A piece of a boot file.
     Boot,
+    /// The machine's header.
+    Header,
 }
 
 impl Kind {
@@ -88,6 +91,7 @@ impl Kind {
             Self::Cleared => 8,
             Self::Part => 9,
             Self::Boot => 10,
+            Self::Header => 11,
         }
     }
 
@@ -104,6 +108,7 @@ impl Kind {
             8 => Some(Self::Cleared),
             9 => Some(Self::Part),
             10 => Some(Self::Boot),
+            11 => Some(Self::Header),
             _ => None,
         }
     }

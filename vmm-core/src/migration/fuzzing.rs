@@ -49,7 +49,13 @@ pub fn stream(data: &[u8]) {
         return;
     };
     let mut boot = ReceivedBoot::new(kernel, initrd);
-    let _taken_or_refused = receive(bytes.as_slice(), &memory, &mut [disk], Some(&mut boot));
+    let _taken_or_refused = receive(
+        bytes.as_slice(),
+        &memory,
+        &mut [disk],
+        Some(&mut boot),
+        &mut |_| Ok(()),
+    );
 }
 
 fn memory_file(name: &str) -> Option<File> {

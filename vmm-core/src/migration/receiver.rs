@@ -6,13 +6,14 @@ use block::{Content, SECTOR};
 use prost::Message as _;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_base::GuestMemory;
-use vmm_protocol::state::{self, Section, SnapshotInfo, SnapshotMemory};
+use vmm_protocol::state::{self, MachineHeader, Section, SnapshotInfo, SnapshotMemory};
 
 use super::{
     ReceivedBoot,
     boot::Refused,
     format::{FRAME, Kind, MAGIC, MAX_BLOCKS, MAX_BODY, MAX_PAGES, VERSION, checksum},
 };
+use crate::failure::Failure;
 use crate::snapshot::{
     SnapshotError,
     error::Place,
@@ -65,12 +66,14 @@ impl ReceivedDisk {
 }
 
 /// Receives a machine; its memory goes into `memory`, which has the same ranges and is all zeroes, and its disks are `disks`, in this order. On
-/// return they are on stable storage. Boot files go into `boot`; without it, a stream with boot files is refused.
+/// return they are on stable storage. Boot files go into `boot`; without it, a stream with boot files is refused. `check`
+/// refuses a machine by its header, when the stream begins with it.
 pub fn receive(
     stream: impl Read,
     memory: &GuestMemory,
     disks: &mut [ReceivedDisk],
     boot: Option<&mut ReceivedBoot>,
+    check: &mut dyn FnMut(&MachineHeader) -> Result<(), Failure>,
 ) -> Result<Received, SnapshotError> {
     let mut receiver = Receiver {
         stream: BufReader::with_capacity(READ, stream),
@@ -85,9 +88,14 @@ pub fn receive(
         parts: Vec::new(),
         sections_length: 0,
         frames: 0,
+        header: None,
     };
     receiver.begin()?;
-    while receiver.frame()? {}
+    while receiver.frame()? {
+        if let Some(header) = receiver.header.take() {
+            check(&header).map_err(SnapshotError::Refused)?;
+        }
+    }
     let mut sections = receiver.sections;
     let info = take(&mut sections)?;
     Ok(Received {
@@ -114,6 +122,8 @@ struct Receiver<'a, R> {
     parts: Vec<u8>,
     sections_length: u64,
     frames: u64,
+    /// Received and not checked yet.
+    header: Option<MachineHeader>,
 }
 
 impl<R: Read> Receiver<'_, R> {
@@ -185,6 +195,14 @@ impl<R: Read> Receiver<'_, R> {
         match kind {
             Kind::End if !self.parts.is_empty() => return Err(wrong(at, "the section before it is cut off")),
             Kind::Memory => return Err(wrong(at, "it has the ranges of memory again")),
+            // The ranges of memory were the first.
+            Kind::Header if self.frames != 2 => {
+                return Err(wrong(at, "it has the machine's header, which comes second"));
+            }
+            Kind::Header => {
+                let header = MachineHeader::decode(self.body.as_slice());
+                self.header = Some(header.map_err(|_| wrong(at, "it can't be decoded"))?);
+            }
             Kind::Pages | Kind::Zeroes if memory_ended => {
                 return Err(wrong(at, "it has memory after the machine's state"));
             }

@@ -10,7 +10,7 @@ use devices::virtio::blk::Mirror;
 use prost::Message as _;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use vmm_base::GuestMemory;
-use vmm_protocol::state::{self, Section, SnapshotInfo};
+use vmm_protocol::state::{self, MachineHeader, Section, SnapshotInfo};
 
 use super::BootFiles;
 use super::format::{Kind, MAGIC, MAX_BODY_BYTES, VERSION, frame};
@@ -59,6 +59,8 @@ pub struct Sender {
     pub(super) quiet: Duration,
     pub(super) disks: Vec<Mirrored>,
     /// To be sent first.
+    header: Option<MachineHeader>,
+    /// To be sent next.
     boot: Option<BootFiles>,
 }
 
@@ -79,7 +81,16 @@ impl Sender {
             wrote: Instant::now(),
             quiet: QUIET,
             disks,
+            header: None,
             boot: None,
+        }
+    }
+
+    /// Sends this header first.
+    pub fn with_header(self, header: MachineHeader) -> Self {
+        Self {
+            header: Some(header),
+            ..self
         }
     }
 
@@ -100,6 +111,10 @@ impl Sender {
         self.gathered.extend(VERSION.to_le_bytes());
         let ranges = self.layout.message(0).encode_to_vec();
         self.frame(Kind::Memory, &[&ranges], go_on)?;
+        if let Some(header) = self.header.take() {
+            self.frame(Kind::Header, &[&header.encode_to_vec()], go_on)?;
+            self.send(go_on)?;
+        }
         match self.boot.take() {
             Some(boot) => self.boot(&boot, go_on),
             None => Ok(()),

@@ -105,7 +105,7 @@ static STREAM: LazyLock<(Vec<u8>, Vec<u8>)> = LazyLock::new(stream);
 fn what_is_sent_is_received_with_the_last_of_each_page() {
     let (bytes, wanted) = &*STREAM;
     let memory = memory();
-    let received = receive(bytes.as_slice(), &memory, &mut [], None).unwrap();
+    let received = receive(bytes.as_slice(), &memory, &mut [], None, &mut |_| Ok(())).unwrap();
     assert_eq!(&contents(&memory), wanted);
     assert_eq!(received.info, info());
     assert_eq!(received.machine.sections, machine().sections);
@@ -140,7 +140,7 @@ fn zero_pages_are_not_sent_except_as_a_sign_of_life() {
     put(&wanted, 0x3000, 1);
     for bytes in [silent, lively] {
         let memory = memory();
-        receive(bytes.as_slice(), &memory, &mut [], None).unwrap();
+        receive(bytes.as_slice(), &memory, &mut [], None, &mut |_| Ok(())).unwrap();
         assert!(contents(&memory) == contents(&wanted));
     }
 }
@@ -149,7 +149,7 @@ fn zero_pages_are_not_sent_except_as_a_sign_of_life() {
 fn a_stream_that_is_cut_off_is_refused_with_the_place() {
     let bytes = &STREAM.0;
     for length in (0..bytes.len()).step_by(997).chain([bytes.len() - 1]) {
-        let error = receive(&bytes[..length], &memory(), &mut [], None).unwrap_err();
+        let error = receive(&bytes[..length], &memory(), &mut [], None, &mut |_| Ok(())).unwrap_err();
         let SnapshotError::Damaged {
             place: Place::Stream { offset },
             why,
@@ -167,7 +167,7 @@ fn a_stream_that_is_cut_off_is_refused_with_the_place() {
 #[test]
 fn a_machine_with_other_memory_takes_nothing() {
     let other = GuestMemory::from_ranges(&[(GuestAddress(0), 16 * PAGE_BYTES)]).unwrap();
-    let error = receive(STREAM.0.as_slice(), &other, &mut [], None).unwrap_err();
+    let error = receive(STREAM.0.as_slice(), &other, &mut [], None, &mut |_| Ok(())).unwrap_err();
     assert!(matches!(error, SnapshotError::OtherMemory(_)), "{error}");
 }
 
@@ -185,7 +185,14 @@ fn beginning_with(frames: &[(Kind, Vec<u8>)]) -> Vec<u8> {
 }
 
 fn hostile(frames: &[(Kind, Vec<u8>)]) -> SnapshotError {
-    receive(beginning_with(frames).as_slice(), &memory(), &mut [], None).unwrap_err()
+    receive(
+        beginning_with(frames).as_slice(),
+        &memory(),
+        &mut [],
+        None,
+        &mut |_| Ok(()),
+    )
+    .unwrap_err()
 }
 
 /// The received sections of a machine with `sections` and memory of zeroes.
@@ -202,7 +209,7 @@ fn received_with(sections: Vec<Section>) -> Vec<Section> {
                 .unwrap();
         }
     });
-    let received = receive(far, &memory, &mut [], None).unwrap();
+    let received = receive(far, &memory, &mut [], None, &mut |_| Ok(())).unwrap();
     sending.join().unwrap();
     received.machine.sections
 }
@@ -219,7 +226,7 @@ fn pages_of_zeroes_allocate_nothing_at_the_target() {
         sender.pages(memory, vec![0, 0x1000, 0x8000], ALWAYS).unwrap();
         sender.finish(&info(), machine(), ALWAYS).unwrap();
     });
-    receive(far, target.memory(), &mut [], None).unwrap();
+    receive(far, target.memory(), &mut [], None, &mut |_| Ok(())).unwrap();
     sending.join().unwrap();
     assert_eq!(target.file().unwrap().metadata().unwrap().blocks(), 0);
 }
@@ -265,7 +272,7 @@ fn scattered_pages_are_sent_and_received_many_at_once() {
     assert!(writes < 30, "{writes}");
     let copy = self::memory();
     let mut stream = Counted(bytes.as_slice(), 0);
-    receive(&mut stream, &copy, &mut [], None).unwrap();
+    receive(&mut stream, &copy, &mut [], None, &mut |_| Ok(())).unwrap();
     assert!(stream.1 < 30, "{}", stream.1);
     assert!(contents(&copy) == contents(&memory));
 }
@@ -385,12 +392,12 @@ proptest! {
         let mut bytes = STREAM.0.clone();
         let at = at.index(bytes.len());
         bytes[at] ^= change;
-        prop_assert!(receive(bytes.as_slice(), &memory(), &mut [], None).is_err());
+        prop_assert!(receive(bytes.as_slice(), &memory(), &mut [], None, &mut |_| Ok(())).is_err());
     }
 
     #[test]
     fn any_stream_is_refused_or_taken(bytes: Vec<u8>) {
         let start = [&MAGIC[..], &VERSION.to_le_bytes()].concat();
-        let _ = receive([start, bytes].concat().as_slice(), &memory(), &mut [], None);
+        let _ = receive([start, bytes].concat().as_slice(), &memory(), &mut [], None, &mut |_| Ok(()));
     }
 }

@@ -87,6 +87,9 @@ pub enum SnapshotError {
     /// A section is missing, unknown, or of another version.
     #[error("the snapshot's sections")]
     State(#[from] StateError),
+    /// This host can't continue the machine.
+    #[error("{}", .0.message)]
+    Refused(Failure),
     /// The snapshot's memory does not fit the machine.
     #[error("the snapshot is of a machine with other memory: {0}")]
     OtherMemory(String),
@@ -180,6 +183,7 @@ impl SnapshotError {
 impl From<SnapshotError> for Failure {
     fn from(error: SnapshotError) -> Self {
         let kind = match &error {
+            SnapshotError::Refused(failure) => return failure.clone(),
             SnapshotError::Io { source, .. } | SnapshotError::Disk { source, .. } => match source.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
                     ErrorKind::Resources

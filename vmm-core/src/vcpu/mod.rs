@@ -124,28 +124,38 @@ struct Handle {
     thread: Option<JoinHandle<()>>,
 }
 
+/// Properties of a vCPU that never change.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    /// Local APIC id.
+    pub apic_id: u32,
+    /// CPUID.
+    pub cpuid: CpuId,
+    /// IA32_ARCH_CAPABILITIES; `None` leaves the host's value.
+    pub arch_capabilities: Option<u64>,
+}
+
 /// All vCPUs of a machine.
 pub struct Vcpus {
     handles: Vec<Handle>,
 }
 
 impl Vcpus {
-    /// Makes one vCPU with a thread per entry of `cpuids`, each given as local APIC id and CPUID. All are parked in
-    /// their power-on state; the first is the bootstrap processor, the others wait for its INIT and SIPI.
+    /// Makes one vCPU with a thread per entry of `identities`. All are parked in their power-on state; the first is the bootstrap processor, the others wait for its INIT and SIPI.
     pub fn new(
         vm: &Arc<Vm>,
-        cpuids: Vec<(u32, CpuId)>,
+        identities: Vec<Identity>,
         handlers: &Arc<ExitHandlers>,
     ) -> Result<Self, VcpuError> {
         let kvm = |vcpu| move |source| VcpuError::Kvm { vcpu, source };
         install_handler().map_err(kvm(0))?;
-        let mut handles = Vec::with_capacity(cpuids.len());
-        for (index, (id, cpuid)) in cpuids.into_iter().enumerate() {
-            let vcpu = vm.create_vcpu(id).map_err(kvm(index))?;
+        let mut handles = Vec::with_capacity(identities.len());
+        for (index, identity) in identities.into_iter().enumerate() {
+            let vcpu = vm.create_vcpu(identity.apic_id).map_err(kvm(index))?;
             let stats = vcpu.stats();
             let shared = Arc::new(Shared::new(vcpu.kicker().map_err(kvm(index))?));
             let (commands, calls) = mpsc::channel();
-            let thread = VcpuThread::new(index, vcpu, cpuid, Arc::clone(&shared), Arc::clone(handlers));
+            let thread = VcpuThread::new(index, vcpu, identity, Arc::clone(&shared), Arc::clone(handlers));
             let thread = thread
                 .spawn(calls)
                 .map_err(|source| VcpuError::Thread { vcpu: index, source })?;

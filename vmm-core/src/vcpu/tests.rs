@@ -18,12 +18,16 @@ use devices::{
     interrupt::{MsiMessage, NotifyAddress},
 };
 use vm_memory::{Bytes, GuestAddress};
+use vmm_protocol::machine::Processor;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vmmd_spec::topology::Topology;
 
 use super::*;
 use crate::{
-    board::{boot::Entry, cpuid},
+    board::{
+        boot::Entry,
+        cpuid::{self, Cpuid},
+    },
     kvm::{Host, IrqChipState},
     memory::{Backing, GuestRam, layout},
 };
@@ -89,8 +93,8 @@ fn rig(cores: u32, code: &[u8]) -> Rig {
         eject: Box::new(|| panic!("nothing can be ejected")),
         report: Box::new(move |report| sender.lock().unwrap().send(report).unwrap()),
     };
-    let cpuids = cpuid::build(&host, Topology::for_cores(cores).unwrap()).unwrap();
-    let vcpus = Vcpus::new(&vm, cpuids, &Arc::new(handlers)).unwrap();
+    let cpuid = Cpuid::new(&host, Topology::for_cores(cores).unwrap(), &Processor::default()).unwrap();
+    let vcpus = Vcpus::new(&vm, cpuid.vcpus().unwrap(), &Arc::new(handlers)).unwrap();
     let mut rig = Rig {
         vcpus,
         vm,

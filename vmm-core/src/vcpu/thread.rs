@@ -11,11 +11,10 @@ use std::{
 };
 
 use devices::bus::Effect;
-use kvm_bindings::CpuId;
 use vmm_base::thread::{self, ThreadKind};
 use vmm_protocol::state::StateError;
 
-use super::{ExitCounts, ExitHandlers, Report, ReportKind};
+use super::{ExitCounts, ExitHandlers, Identity, Report, ReportKind};
 use crate::kvm::{Exit, Kicker, KvmError, MACHINE_CHECK_BANKS, ThreadClock, Vcpu, VcpuState, address_bits};
 
 /// Call to the thread of a parked vCPU.
@@ -159,7 +158,7 @@ fn count(counter: &AtomicU64) {
 pub(super) struct VcpuThread {
     index: usize,
     vcpu: Vcpu,
-    cpuid: CpuId,
+    identity: Identity,
     shared: Arc<Shared>,
     handlers: Arc<ExitHandlers>,
     has_run: bool,
@@ -178,14 +177,14 @@ impl VcpuThread {
     pub(super) fn new(
         index: usize,
         vcpu: Vcpu,
-        cpuid: CpuId,
+        identity: Identity,
         shared: Arc<Shared>,
         handlers: Arc<ExitHandlers>,
     ) -> Self {
         Self {
             index,
             vcpu,
-            cpuid,
+            identity,
             shared,
             handlers,
             has_run: false,
@@ -245,9 +244,13 @@ impl VcpuThread {
     }
 
     fn set_up(&self) -> Result<VcpuState, KvmError> {
-        self.vcpu.set_cpuid(&self.cpuid)?;
+        let cpuid = &self.identity.cpuid;
+        self.vcpu.set_cpuid(cpuid)?;
+        if let Some(value) = self.identity.arch_capabilities {
+            self.vcpu.set_arch_capabilities(value)?;
+        }
         self.vcpu.set_machine_check_banks(MACHINE_CHECK_BANKS)?;
-        VcpuState::power_on(&self.vcpu, address_bits(self.cpuid.as_slice()))
+        VcpuState::power_on(&self.vcpu, address_bits(cpuid.as_slice()))
     }
 
     /// Runs the guest until it is stopped (`Parked`), crashes or ends itself (`Ended`).

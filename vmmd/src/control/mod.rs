@@ -152,6 +152,15 @@ struct Waiting {
     requests: HashMap<u64, oneshot::Sender<Outcome>>,
 }
 
+/// Optional parts of a transfer.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Extras {
+    /// The boot files, which the other side does not have.
+    pub boot_files: bool,
+    /// The machine's header at the beginning, which the other side checks before anything else.
+    pub header_first: bool,
+}
+
 impl Client {
     /// Connects to a listening socket; does not wait for the other side to accept.
     pub async fn connect(socket: &Path) -> io::Result<(Self, Notices)> {
@@ -276,20 +285,21 @@ impl Client {
 
     /// Starts the transfer of the machine over `socket`, with the content of `disks`, and waits
     /// without a time limit. The machine then stays paused. `policy` applies to a guest that
-    /// dirties memory too fast for `downtime`. With `boot_files` the other side gets the boot files.
+    /// dirties memory too fast for `downtime`.
     pub async fn send_machine(
         &self,
         socket: OwnedFd,
         (downtime, policy): (Duration, MigrationPolicy),
         disks: Vec<String>,
-        boot_files: bool,
+        extras: Extras,
     ) -> Result<SendReply, Error> {
         let send = vmm::Send {
             socket_fd: 0,
             downtime_ms: u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX),
             disks,
             policy: policy.into(),
-            boot_files,
+            boot_files: extras.boot_files,
+            header_first: extras.header_first,
         };
         let call = self.call(Op::Send(send), &[socket.as_fd()]).await;
         drop(socket);

@@ -5,7 +5,12 @@ use std::{
 
 use vmmd_api::v1;
 use vmmd_host::ledger::UidRange;
-use vmmd_spec::{Violations, cpu::CpuShare, topology::Topology, vm::Backing};
+use vmmd_spec::{
+    Violations,
+    cpu::{CpuShare, Processor},
+    topology::Topology,
+    vm::Backing,
+};
 
 use super::*;
 
@@ -25,6 +30,7 @@ fn case() -> Case {
     let spec = VmSpec {
         topology: Topology::for_cores(1).unwrap(),
         cpu: CpuShare::WHOLE,
+        processor: Processor::default(),
         memory_bytes: 128 << 20,
         backing: Backing::Auto,
         host_cpus: None,

@@ -8,7 +8,10 @@ use prost::Message as _;
 use uuid::Uuid;
 use vm_lifecycle::handover::{Effect, Message, Target, TargetEvent};
 use vmmd_api::v1;
-use vmmd_host::failure::{Failure, Kind};
+use vmmd_host::{
+    capacity::Cpus,
+    failure::{Failure, Kind},
+};
 use vmmd_spec::{
     pci::{self, PciSlot},
     vm::Manifest,
@@ -18,7 +21,11 @@ use super::peer_message::{self, Offer};
 use crate::disk::moved;
 
 /// Features of this node's processors.
-static FEATURES: LazyLock<Vec<String>> = LazyLock::new(|| vec!["avx".to_owned(), "sse2".to_owned()]);
+static CPUS: LazyLock<Cpus> = LazyLock::new(|| Cpus {
+    features: ["avx", "sse2"].map(str::to_owned).to_vec(),
+    of_guests: Some(["avx", "sse2"].map(str::to_owned).to_vec()),
+    ..Cpus::default()
+});
 /// The one network of this node, and its description.
 const NETWORK: [&str; 2] = ["lan", "10.80.0.0/24 with gateway 10.80.0.1"];
 /// Longest refusal in bytes, except one that lists invalid fields.
@@ -75,8 +82,8 @@ fn check_refusal(failure: &Failure) {
 impl Node {
     fn offer(&mut self, request: v1::OfferVmRequest) -> Result<(), Failure> {
         let wanted = request.cpu_features.clone();
-        let offer = Offer::new(request, &FEATURES)?;
-        assert!(wanted.iter().all(|feature| FEATURES.contains(feature)));
+        let offer = Offer::new(request, &CPUS)?;
+        assert!(wanted.iter().all(|feature| CPUS.features.contains(feature)));
         check_devices(&offer);
         assert_eq!(moved::along(&offer.spec.disks).count(), offer.disks.len());
         let manifest = Manifest::try_from(&offer.vm)?;
@@ -412,7 +419,7 @@ mod tests {
         let refused = |change: &dyn Fn(&mut v1::PeerHardware)| {
             let mut offer = offer();
             change(offer.hardware.as_mut().unwrap());
-            Offer::new(offer, &FEATURES).unwrap_err().message
+            Offer::new(offer, &CPUS).unwrap_err().message
         };
         for (change, why) in [
             (
@@ -446,10 +453,10 @@ mod tests {
         let refused = |change: fn(&mut v1::OfferVmRequest)| {
             let mut offer = offer();
             change(&mut offer);
-            let failure = Offer::new(offer, &FEATURES).unwrap_err();
+            let failure = Offer::new(offer, &CPUS).unwrap_err();
             format!("{} {failure:?}", failure.reason)
         };
-        assert!(Offer::new(offer(), &FEATURES).is_ok());
+        assert!(Offer::new(offer(), &CPUS).is_ok());
         for (change, why) in [
             (
                 (|it| it.disks.clear()) as fn(&mut v1::OfferVmRequest),

@@ -7,20 +7,22 @@ use std::{collections::BTreeSet, net::Ipv4Addr};
 use uuid::Uuid;
 use vm_lifecycle::handover::Message;
 use vmmd_api::v1::{self, HandoverStep, receive_vm_request::Part};
-use vmmd_host::{failure::Failure, text};
+use vmmd_host::{
+    capacity::{Cpus, refuse_missing},
+    failure::Failure,
+    text,
+};
 use vmmd_spec::{
-    disk::{Disk, Format, Source},
+    cpu::Model,
     nic::Mac,
     pci::{self, PciSlot},
     vm::{Attachment, Nic, VmSpec},
 };
 
-use crate::disk::moved;
+use crate::{disk::moved, vm::refuse_what_stays};
 
 /// Version of what daemons say to each other.
 pub const PROTOCOL: u32 = 1;
-/// Features of processors that a refusal names; it counts the others.
-const NAMED: usize = 20;
 /// Longest text of the other daemon that a message repeats, in bytes.
 const REPEATED: usize = 1000;
 
@@ -37,6 +39,8 @@ pub struct Offer {
     pub spec: VmSpec,
     /// A slot for each of its devices.
     pub hardware: v1::PeerHardware,
+    /// Features of the guest's processor by its model; empty with the model "host".
+    pub features: Vec<String>,
     /// Disks of the source's node that come along.
     pub disks: Vec<moved::Coming>,
 }
@@ -57,8 +61,8 @@ pub struct Address<'a> {
 }
 
 impl Offer {
-    /// Checks an offer to a node whose processors have `features` (sorted).
-    pub fn new(request: v1::OfferVmRequest, features: &[String]) -> Result<Self, Failure> {
+    /// Checks an offer to a node with these processors.
+    pub fn new(request: v1::OfferVmRequest, cpus: &Cpus) -> Result<Self, Failure> {
         if request.protocol != PROTOCOL {
             let message = format!(
                 "this vmmd speaks version {PROTOCOL} of the protocol of migrations, the source {}",
@@ -70,11 +74,15 @@ impl Offer {
         if request.migration == 0 {
             return Err(Failure::field("migration", "must be above 0"));
         }
-        let lacks = |feature: &&String| features.binary_search(feature).is_err();
-        refuse_missing(request.cpu_features.iter().filter(lacks))?;
         let vm = request.vm.ok_or_else(|| Failure::field("vm", "must be given"))?;
         let wire = vm.spec.clone().unwrap_or_default();
         let spec = VmSpec::try_from(&wire)?;
+        let features = request.cpu_features.iter().map(String::as_str);
+        match spec.processor.model {
+            // Only a source before processor models names any: those of its own processors.
+            Model::Host => refuse_missing(features, |name| cpus.features.iter().any(|it| it == name))?,
+            _ => cpus.check(features)?,
+        }
         refuse_what_stays(&spec)?;
         let hardware = request.hardware.unwrap_or_default();
         check_slots(&spec, &hardware)?;
@@ -85,6 +93,7 @@ impl Offer {
             vm,
             spec,
             hardware,
+            features: request.cpu_features,
             disks,
         })
     }
@@ -132,54 +141,6 @@ fn uuid(field: &str, text: &str) -> Result<Uuid, Failure> {
 
 fn mac(bytes: &[u8]) -> Option<Mac> {
     Mac::try_from(<[u8; 6]>::try_from(bytes).ok()?).ok()
-}
-
-fn refuse_missing<'a>(mut missing: impl Iterator<Item = &'a String>) -> Result<(), Failure> {
-    let named: Vec<_> = missing
-        .by_ref()
-        .take(NAMED)
-        .map(|it| text::one_line(it, 40))
-        .collect();
-    if named.is_empty() {
-        return Ok(());
-    }
-    let more = match missing.count() {
-        0 => String::new(),
-        more => format!(" and {more} more"),
-    };
-    let message = format!("this node's processors lack {}{more}", named.join(", "));
-    Err(Failure::precondition("CPU_FEATURES_MISSING", message))
-}
-
-/// Refused for a VM that has something which can't go to another node.
-pub fn refuse_what_stays(spec: &VmSpec) -> Result<(), Failure> {
-    let refuse = |disk: &Disk, why: &str| {
-        let message = format!("the guest can write to disk \"{}\", {why}", disk.name);
-        Err(Failure::precondition("MIGRATION_DISKS", message))
-    };
-    for disk in spec.disks.iter().filter(|disk| !disk.read_only) {
-        match &disk.source {
-            Source::Path {
-                format: Format::Raw, ..
-            }
-            | Source::Seed
-            | Source::Empty
-            | Source::Disk { .. } => {}
-            Source::Path { .. } => {
-                let why = "and a qcow2 image by path can't go to another node while it is written to: raw disks on storage that both nodes share can, \
-                           and disks that vmmd keeps";
-                return refuse(disk, why);
-            }
-        }
-    }
-    if let Some(share) = spec.shares.first() {
-        let message = format!(
-            "share \"{}\" is a directory of this node, whose state in the guest can't go to another one: VMs with shares can't be migrated",
-            share.name
-        );
-        return Err(Failure::precondition("MIGRATION_SHARES", message));
-    }
-    Ok(())
 }
 
 /// Each device of the spec has a slot, and none has that of another one: else the machine could not be built, which would be found only when
@@ -299,23 +260,5 @@ mod tests {
         ] {
             assert_eq!(message_of(step(message), 7), Some(message));
         }
-    }
-
-    #[test]
-    fn refusal_names_some_missing_features_and_counts_others() {
-        let wanted: Vec<_> = (0..500).map(|number| format!("f{number:03}\n")).collect();
-        let has = ["f000\n".to_owned()];
-        let missing = wanted
-            .iter()
-            .filter(|feature| has.binary_search(feature).is_err());
-        let refused = refuse_missing(missing).unwrap_err();
-        assert!(
-            refused
-                .message
-                .starts_with("this node's processors lack f001 , f002 ,"),
-            "{refused}"
-        );
-        assert!(refused.message.ends_with("and 479 more"), "{refused}");
-        assert!(refuse_missing([].into_iter()).is_ok());
     }
 }

@@ -38,10 +38,11 @@ use super::{
     peer_message::{self, PROTOCOL},
 };
 use crate::{
+    control::Extras,
     disk::moved,
     host::Host,
     registry::vms::command::{Begin, Begun, Command, HandoverRequest, Purpose},
-    vm::{as_it_runs, refused},
+    vm::{as_it_runs, migratable, refused},
 };
 
 /// Bytes of a message to the target.
@@ -142,7 +143,7 @@ pub async fn migrate(
     preconditions::check("VM", &name, &context.preconditions, &present)?;
     let (wire, _) = as_it_runs(&record)?;
     let spec = VmSpec::try_from(&wire)?;
-    peer_message::refuse_what_stays(&spec)?;
+    migratable(host, &record, &spec)?;
     let disks = moved::going(host, &name, &spec.disks).await?;
     let copied: Vec<_> = moved::along(&spec.disks)
         .map(|(in_vm, _)| in_vm.to_owned())
@@ -201,7 +202,9 @@ fn offer(
         (name, nic)
     };
     let nics = hardware.nics.into_iter().map(nic).collect();
-    let (mut protocol, mut cpu_features) = (PROTOCOL, host.cpus.features.clone());
+    // With the model "host", the target's vmm checks the machine's own features before anything else is sent.
+    let cpu_features = hardware.processor.map(|processor| processor.features);
+    let (mut protocol, mut cpu_features) = (PROTOCOL, cpu_features.unwrap_or_default());
     if fault::is_set(&host.config.run_dir, "other-version") {
         protocol += 1;
     }
@@ -429,9 +432,13 @@ async fn send(host: &Host, plan: &mut Plan, begun: &Begun) -> Result<SendReply, 
         false => CALL,
     };
     let offered = timeout(patience, plan.peer.offer_vm(offer)).await;
-    offered
+    let answer = offered
         .map_err(|_| silent())?
         .map_err(|status| said_no(&status))?;
+    let extras = Extras {
+        boot_files: plan.boot_files,
+        header_first: answer.into_inner().header_first,
+    };
     let sockets = Pair::pair().and_then(|(near, far)| {
         far.set_write_timeout(Some(SEND_TIMEOUT))?;
         near.set_nonblocking(true)?;
@@ -453,9 +460,7 @@ async fn send(host: &Host, plan: &mut Plan, begun: &Begun) -> Result<SendReply, 
     };
     let sending = async {
         let how = (plan.downtime, plan.policy);
-        let sent = begun
-            .client
-            .send_machine(far, how, plan.copied.clone(), plan.boot_files);
+        let sent = begun.client.send_machine(far, how, plan.copied.clone(), extras);
         sent.await.map_err(|error| refused(&error))
     };
     // When one of them fails the others end: the sockets are closed.

@@ -12,9 +12,9 @@ use vmmd_host::{
     fault, text,
 };
 use vmmd_objects::context::Context;
-use vmmd_spec::vm::Attachment;
+use vmmd_spec::{cpu::Model, vm::Attachment};
 use vmmd_store::{
-    HandoverRecord, Hardware, NicHardware,
+    HandoverRecord, Hardware, NicHardware, ProcessorRecord,
     handover::{self, Handover},
 };
 
@@ -61,7 +61,7 @@ async fn take_offer(
 ) -> Result<v1::OfferVmResponse, Failure> {
     fault::hold(&host.config.run_dir, "received-OfferVm").await;
     host.peers.takes_part()?;
-    let offer = Offer::new(request, &host.cpus.features)?;
+    let offer = Offer::new(request, &host.cpus)?;
     let uid = offer.uid;
     if host.vms.find(uid).is_some() {
         let message = "this node has the VM already: an earlier migration of it is not over";
@@ -76,7 +76,7 @@ async fn take_offer(
     fault::hold(&host.config.run_dir, "made-disks").await;
     let incoming = Incoming {
         uid,
-        hardware: hardware(&offer.hardware),
+        hardware: hardware(&offer),
         handover: HandoverRecord {
             disks: disks.clone(),
             peer: from,
@@ -104,10 +104,14 @@ async fn take_offer(
     fault::hold(&host.config.run_dir, "says-OfferVm").await;
     Ok(v1::OfferVmResponse {
         build: env!("CARGO_PKG_VERSION").to_owned(),
+        header_first: true,
     })
 }
 
-fn hardware(wire: &v1::PeerHardware) -> Hardware {
+fn hardware(offer: &Offer) -> Hardware {
+    let wire = &offer.hardware;
+    let processor = &offer.spec.processor;
+    let texts = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
     let nic = |(name, nic): (&String, &v1::PeerNic)| {
         let nic = NicHardware {
             slot: nic.slot,
@@ -122,6 +126,12 @@ fn hardware(wire: &v1::PeerHardware) -> Hardware {
         // A VM with shares is not migrated.
         share_slots: BTreeMap::new(),
         firmware: wire.firmware,
+        processor: (processor.model != Model::Host).then(|| ProcessorRecord {
+            model: processor.model.name().to_owned(),
+            add: texts(&processor.add),
+            remove: texts(&processor.remove),
+            features: offer.features.clone(),
+        }),
     }
 }
 

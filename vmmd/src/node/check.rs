@@ -147,6 +147,9 @@ pub async fn problems(
             field: violation.field,
         }));
     }
+    if let Err(failure) = host.cpus.check(spec.processor.features()) {
+        found.push(Problem::of(failure, "spec.cpu.model"));
+    }
     let uid = host.vms.get(name).map_or(Uuid::nil(), |entry| entry.uid);
     found.extend(nics(host, (uid, name), spec, |_| false).await);
     let (blocking, manifest) = (Arc::clone(host), manifest.clone());

@@ -73,6 +73,8 @@ pub async fn describe(host: &Arc<Host>) -> Result<Node, Failure> {
         allocatable: Some(allocatable(facts, &config.overcommit, &config.reserved).into()),
         committed: Some(committed.into()),
         conditions,
+        cpu_models: host.cpus.models().iter().map(ToString::to_string).collect(),
+        guest_cpu_features: host.cpus.of_guests.clone().unwrap_or_default(),
     };
     Ok(Node {
         metadata: Some(metadata),

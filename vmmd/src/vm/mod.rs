@@ -9,16 +9,19 @@
 //! | [`start`] | from a spec to a booted `vmm`, from top to bottom |
 //! | [`instance`] | one run: the process, its connection, its claims on the node |
 //! | [`machine`] | machine description for a `vmm`, differences of a running machine from its spec, cgroup limits |
+//! | [`migratable`](mod@migratable) | whether a VM can be moved to another node |
 //! | [`recovery`] | a VM after the daemon's restart, after a panic of its actor, and an unusable VM |
 
 mod actor;
 mod api;
 mod instance;
 mod machine;
+mod migratable;
 pub mod recovery;
 mod start;
 
 pub use actor::as_it_runs;
 pub use api::create::{Incoming, create, create_as, create_incoming};
 pub use machine::secret::{refuse_digests, shown};
+pub use migratable::{migratable, refuse_what_stays};
 pub use start::refused;

@@ -181,6 +181,26 @@ pub struct Hardware {
     /// `FirmwareType`; 0 before its first start, and for all other VMs.
     #[prost(int32, tag = "5")]
     pub firmware: i32,
+    /// Processor that the guest sees; not there with the model "host".
+    #[prost(message, optional, tag = "6")]
+    pub processor: Option<ProcessorRecord>,
+}
+
+/// Processor of a VM. It stays the same when a later daemon gives the model other features, until the VM's spec is changed.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct ProcessorRecord {
+    /// As in the spec.
+    #[prost(string, tag = "1")]
+    pub model: String,
+    /// As in the spec, sorted.
+    #[prost(string, repeated, tag = "2")]
+    pub add: Vec<String>,
+    /// As in the spec, sorted.
+    #[prost(string, repeated, tag = "3")]
+    pub remove: Vec<String>,
+    /// All features of the guest, sorted.
+    #[prost(string, repeated, tag = "4")]
+    pub features: Vec<String>,
 }
 
 /// A NIC's part of [`Hardware`].

@@ -149,6 +149,12 @@ async fn a_record_keeps_every_field() {
         }),
         hardware: Some(Hardware {
             rng_slot: 1,
+            processor: Some(ProcessorRecord {
+                model: "x86-64-v3".into(),
+                add: vec!["aes".into()],
+                remove: vec!["fma".into()],
+                features: vec!["aes".into(), "avx2".into()],
+            }),
             disk_slots: [("root".to_owned(), 10)].into(),
             nics: [("eth0".to_owned(), nic)].into(),
             share_slots: [("data".to_owned(), 95)].into(),

@@ -12,7 +12,7 @@ use crate::{
     disk_boot,
     harness::{Daemon, assert_refused, assert_says, connect, status, temporary_folder, uid, vm_pid},
     pki::{self, Pki},
-    verbs::{raw_file, within},
+    verbs::{condition, raw_file, within},
 };
 
 /// A daemon that can call others.
@@ -138,6 +138,26 @@ async fn a_running_vm_moves_to_another_node_and_back() {
 }
 
 #[tokio::test]
+async fn vm_with_a_processor_model_moves_and_returns() {
+    let (first, second) = pair().await;
+    let mut vm = first.manifest("web", "");
+    let cpu = vm.spec.as_mut().unwrap().cpu.as_mut().unwrap();
+    cpu.model = "x86-64-v3".to_owned();
+    cpu.features = Some(v1::CpuFeatures {
+        add: vec!["aes".to_owned()],
+        remove: vec!["fma".to_owned()],
+    });
+    let before = first.create(vm).await.unwrap();
+    first.start_vm("web").await.unwrap();
+    for (from, to) in [(&first, &second), (&second, &first)] {
+        let operation = from.migrate("web", to).await.unwrap();
+        from.completes(&operation).await;
+        let vm = to.waits_for("web", VmPhase::Running).await;
+        assert_eq!(vm.spec, before.spec);
+    }
+}
+
+#[tokio::test]
 async fn a_migration_that_is_refused_leaves_the_vm_running() {
     let (first, second) = pair().await;
     first.run("web", "").await;
@@ -154,6 +174,19 @@ async fn a_migration_that_is_refused_leaves_the_vm_running() {
     assert_refused(&refused, Code::FailedPrecondition, "PEERS_NOT_CONFIGURED");
     let down = second.migrate("web", &first).await.unwrap_err();
     assert_refused(&down, Code::FailedPrecondition, "VM_NOT_RUNNING");
+    for (daemon, wanted, reason) in [
+        (&first, v1::ConditionStatus::True, "Migratable"),
+        (&lonely, v1::ConditionStatus::False, "PeersNotConfigured"),
+        (&second, v1::ConditionStatus::False, "VmNotRunning"),
+    ] {
+        let vm = daemon.get("web").await.unwrap();
+        let shown = condition(status(&vm), "Migratable");
+        assert_eq!(
+            (shown.status(), shown.reason.as_str()),
+            (wanted, reason),
+            "{shown:?}"
+        );
+    }
     let nothing = first
         .resolve("web", v1::MigrationResolution::Drop)
         .await

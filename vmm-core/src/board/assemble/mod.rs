@@ -41,18 +41,17 @@ use devices::{
         transport::{Parts, VirtioPciDevice},
     },
 };
-use kvm_bindings::CpuId;
 use vmm_base::GuestMemory;
 use vmm_protocol::{
     machine::{Boot, DiskPlace, FdIndex},
-    state,
+    state::{self, MachineHeader},
     vmm::{self, ErrorKind, MachineSpec},
 };
 use vmmd_spec::{pci::PciSlot, resources::MemoryOptions};
 
 use self::disk::Locks;
 use super::{
-    cpuid,
+    cpuid::{self, Cpuid},
     disks::Disks,
     image::{Image, Loading, map, pci_windows},
     machine::Machine,
@@ -66,7 +65,7 @@ use crate::{
     memory::{Backing, GuestRam, layout::Map},
     migration::{self, ReceivedBoot},
     snapshot::Snapshot,
-    vcpu::{ExitHandlers, Report, ReportKind, Vcpus},
+    vcpu::{ExitHandlers, Identity, Report, ReportKind, Vcpus},
 };
 
 /// Where the serial console is served.
@@ -82,6 +81,9 @@ pub enum Console {
 #[derive(Debug)]
 pub struct Assembler {
     console: Option<Console>,
+    /// CPUID that the host supports, instead of its own.
+    #[cfg(test)]
+    pub(super) supported: Option<kvm_bindings::CpuId>,
 }
 
 impl Assembler {
@@ -89,7 +91,32 @@ impl Assembler {
     pub fn new(console: Console) -> Self {
         Self {
             console: Some(console),
+            #[cfg(test)]
+            supported: None,
         }
+    }
+
+    /// The host's KVM.
+    fn host(&self, spec: &vmm_protocol::machine::Machine, fds: &mut Fds) -> Result<Host, Failure> {
+        let host = Host::from_fd(fds.take(spec.kvm)?)?;
+        #[cfg(test)]
+        if let Some(supported) = &self.supported {
+            return Ok(host.supporting(supported.clone()));
+        }
+        Ok(host)
+    }
+
+    /// The ground of a machine that continues from a state with this header. Refused when this host can't continue it.
+    fn ground_of_saved(
+        &self,
+        spec: &vmm_protocol::machine::Machine,
+        fds: &mut Fds,
+        header: &MachineHeader,
+    ) -> Result<Ground, Failure> {
+        let host = self.host(spec, fds)?;
+        let cpuid = Cpuid::restored(&host, spec.topology, header);
+        let cpuid = cpuid.map_err(saved::failed(saved::CHECKING.0, saved::CHECKING.1))?;
+        Ok(Ground::new(spec, host, cpuid))
     }
 
     /// Builds a machine as `spec` says, which is switched on and does not run yet.
@@ -102,9 +129,11 @@ impl Assembler {
         let spec = vmm_protocol::machine::Machine::new(spec, fds.len())?;
         let mut fds = Fds::new(fds);
         let ram = GuestRam::with_map(map(&spec), spec.memory_bytes, backing(&spec), &spec.memory)?;
-        let (host, windows) = ground(&spec, &mut fds)?;
-        let image = image(&spec, &mut fds, &windows)?;
-        let mut assembly = Assembly::new(&spec, host, windows, fds, ram.clone(), notifier)?;
+        let host = self.host(&spec, &mut fds)?;
+        let cpuid = Cpuid::new(&host, spec.topology, &spec.processor)?;
+        let ground = Ground::new(&spec, host, cpuid);
+        let image = image(&spec, &mut fds, &ground.windows)?;
+        let mut assembly = Assembly::new(&spec, ground, fds, ram.clone(), notifier)?;
         firmware::build(&mut assembly, &spec, &image)?;
         let loading = Loading::start(image, ram)?;
         let (mut machine, entry) = assembly.build(&spec, self.console.take(), || loading.finish())?;
@@ -127,7 +156,10 @@ impl Assembler {
         saved: state::Machine,
     ) -> Result<Machine, Failure> {
         let spec = vmm_protocol::machine::Machine::new(spec, fds.len())?;
-        self.restore_onto(&spec, Grounds::new(Fds::new(fds)), notifier, ram, saved)
+        let mut fds = Fds::new(fds);
+        let header = saved::header_of(&saved)?;
+        let ground = self.ground_of_saved(&spec, &mut fds, &header)?;
+        self.restore_onto(&spec, Grounds::new(fds, ground), notifier, ram, saved)
     }
 
     /// Builds a paused machine from `spec` that continues from a snapshot. The snapshot is
@@ -148,6 +180,9 @@ impl Assembler {
         }
         let mut snapshot = Snapshot::open(source)?;
         holds_memory(spec.memory_bytes, snapshot.memory_bytes())?;
+        // Before memory is read.
+        let header = saved::header_of(&snapshot.machine)?;
+        let ground = self.ground_of_saved(&spec, &mut fds, &header)?;
         let ram = if restore.on_demand {
             let MemoryOptions {
                 huge_pages,
@@ -168,7 +203,8 @@ impl Assembler {
             ram
         };
         let saved = std::mem::take(&mut snapshot.machine);
-        let mut machine = self.restore_onto(&spec, Grounds::new(fds), notifier, ram, saved)?;
+        let grounds = Grounds::new(fds, ground);
+        let mut machine = self.restore_onto(&spec, grounds, notifier, ram, saved)?;
         machine.renew_generation()?;
         Ok(machine)
     }
@@ -195,8 +231,18 @@ impl Assembler {
             true => Some(received_boot(spec, &fds)?),
             false => None,
         };
-        let received = migration::receive(source, ram.memory(), &mut disks, boot.as_mut())?;
+        let mut ground = None;
+        let mut check = |header: &MachineHeader| {
+            ground = Some(self.ground_of_saved(spec, &mut fds, header)?);
+            Ok(())
+        };
+        let received = migration::receive(source, ram.memory(), &mut disks, boot.as_mut(), &mut check)?;
         drop(disks);
+        let ground = match ground {
+            Some(ground) => ground,
+            // An older program sends the header with the rest of the state.
+            None => self.ground_of_saved(spec, &mut fds, &saved::header_of(&received.machine)?)?,
+        };
         let mut spec = spec.clone();
         if let Some(boot) = boot {
             spec.boot = received_kernel(&spec.boot, boot)?;
@@ -205,6 +251,7 @@ impl Assembler {
         // The sender may still use the disks that both processes have open.
         let grounds = Grounds {
             fds,
+            ground,
             locks: Locks::Later,
             images,
         };
@@ -216,6 +263,7 @@ impl Assembler {
         spec: &vmm_protocol::machine::Machine,
         Grounds {
             mut fds,
+            ground,
             locks,
             images,
         }: Grounds,
@@ -224,9 +272,8 @@ impl Assembler {
         saved: state::Machine,
     ) -> Result<Machine, Failure> {
         holds_memory(spec.memory_bytes, ram.size())?;
-        let (host, windows) = ground(spec, &mut fds)?;
-        let image = image(spec, &mut fds, &windows)?;
-        let mut assembly = Assembly::new(spec, host, windows, fds, ram, notifier)?;
+        let image = image(spec, &mut fds, &ground.windows)?;
+        let mut assembly = Assembly::new(spec, ground, fds, ram, notifier)?;
         assembly.locks = locks;
         assembly.images = images;
         firmware::build(&mut assembly, spec, &image)?;
@@ -271,11 +318,18 @@ fn holds_memory(bytes: u64, restored: u64) -> Result<(), Failure> {
     ))
 }
 
-/// The host's KVM, and the addresses that the machine's PCI buses have on it.
-fn ground(spec: &vmm_protocol::machine::Machine, fds: &mut Fds) -> Result<(Host, PciWindows), Failure> {
-    let host = Host::from_fd(fds.take(spec.kvm)?)?;
-    let windows = pci_windows(map(spec), spec.memory_bytes, host.physical_address_bits()?);
-    Ok((host, windows))
+/// Base of a machine: the host's KVM, the CPUID of the machine, and the addresses of its PCI buses.
+struct Ground {
+    host: Host,
+    cpuid: Cpuid,
+    windows: PciWindows,
+}
+
+impl Ground {
+    fn new(spec: &vmm_protocol::machine::Machine, host: Host, cpuid: Cpuid) -> Self {
+        let windows = pci_windows(map(spec), spec.memory_bytes, cpuid.physical_address_bits());
+        Self { host, cpuid, windows }
+    }
 }
 
 fn image(
@@ -290,15 +344,17 @@ fn image(
 /// Resources for a machine that continues from a saved state.
 struct Grounds {
     fds: Fds,
+    ground: Ground,
     locks: Locks,
     images: disk::Images,
 }
 
 impl Grounds {
     /// For a machine whose disks no other process uses.
-    fn new(fds: Fds) -> Self {
+    fn new(fds: Fds, ground: Ground) -> Self {
         Self {
             fds,
+            ground,
             locks: Locks::AtOnce,
             images: disk::Images::new(),
         }
@@ -308,7 +364,7 @@ impl Grounds {
 /// A machine under construction: what its devices are built with and added to.
 struct Assembly {
     fds: Fds,
-    host: Host,
+    cpuid: Cpuid,
     vm: Arc<Vm>,
     ram: GuestRam,
     spaces: AddressSpaces,
@@ -340,14 +396,13 @@ pub(super) struct Sockets {
 impl Assembly {
     fn new(
         spec: &vmm_protocol::machine::Machine,
-        host: Host,
-        windows: PciWindows,
+        Ground { host, cpuid, windows }: Ground,
         fds: Fds,
         ram: GuestRam,
         notifier: Notifier,
     ) -> Result<Self, Failure> {
         let vm = Vm::create(&host)?;
-        holds(&host, &vm, spec)?;
+        holds(&cpuid, &vm, spec)?;
         vm.set_ram(&ram)?;
         let map = map(spec);
         let chipset = match map {
@@ -372,7 +427,7 @@ impl Assembly {
             .insert(hotplug::PORT.into(), hotplug::PORTS.into(), registers)?;
         Ok(Self {
             fds,
-            host,
+            cpuid,
             sockets: Sockets {
                 memory: ram.memory().clone(),
                 msi: vm.msi_controller(),
@@ -402,11 +457,11 @@ impl Assembly {
         console: Option<Console>,
         image: impl FnOnce() -> Result<(Image, T), Failure>,
     ) -> Result<(Machine, T), Failure> {
-        let cpuids = cpuid::build(&self.host, spec.topology)?;
-        let header = saved::header(spec.memory_bytes, &cpuids);
+        let identities = self.cpuid.vcpus()?;
+        let header = saved::header(spec.memory_bytes, &identities, &self.cpuid);
         // The vCPUs' threads set them up while the devices are made.
         let panicked = Arc::new(AtomicBool::new(false));
-        let vcpus = self.vcpus(cpuids, Arc::clone(&panicked))?;
+        let vcpus = self.vcpus(identities, Arc::clone(&panicked))?;
 
         let hub = spec.display.as_ref().map(display::hub);
         let serial = serial::build(&mut self, spec, console)?;
@@ -492,7 +547,7 @@ impl Assembly {
         Ok((machine, known))
     }
 
-    fn vcpus(&self, cpuids: Vec<(u32, CpuId)>, panicked: Arc<AtomicBool>) -> Result<Vcpus, Failure> {
+    fn vcpus(&self, identities: Vec<Identity>, panicked: Arc<AtomicBool>) -> Result<Vcpus, Failure> {
         let (pci, mmio) = (Arc::clone(&self.sockets.pci), Arc::clone(&self.spaces.mmio));
         let notifier = self.sockets.notifier.clone();
         let (slots, hotplug) = (self.sockets.clone(), Arc::clone(&self.hotplug));
@@ -514,7 +569,7 @@ impl Assembly {
                 }
             }),
         };
-        Vcpus::new(&self.vm, cpuids, &Arc::new(handlers))
+        Vcpus::new(&self.vm, identities, &Arc::new(handlers))
             .map_err(|error| Failure::new(ErrorKind::Kvm, &error))
     }
 
@@ -595,14 +650,14 @@ impl Sockets {
 }
 
 /// Checks the machine's size against the limits of KVM and of the host's processors.
-fn holds(host: &Host, vm: &Vm, spec: &vmm_protocol::machine::Machine) -> Result<(), Failure> {
+fn holds(cpuid: &Cpuid, vm: &Vm, spec: &vmm_protocol::machine::Machine) -> Result<(), Failure> {
     let wanted = usize::try_from(spec.topology.cores()).unwrap_or(usize::MAX);
     let max = vm.max_vcpus();
     if wanted > max {
         return Err(KvmError::TooManyVcpus { wanted, max }.into());
     }
     map(spec)
-        .fits(spec.memory_bytes, host.physical_address_bits()?)
+        .fits(spec.memory_bytes, cpuid.physical_address_bits())
         .map_err(|error| Failure::of(ErrorKind::Resources, error.to_string()))
 }
 

@@ -3,18 +3,246 @@
 //! The base is the CPUID that KVM supports on this host. The platform replaces the topology, the
 //! local APIC IDs and the brand string, which is the same everywhere. It removes all that depends
 //! on the host's layout, clock rates or performance counters, and features whose state is not saved
-//! (nested virtualization, AMX, SGX, processor trace).
+//! (nested virtualization, AMX, SGX, processor trace). A [`model`] removes further features.
+//!
+//! A restored machine has the CPUID of the saved one, which does not change while the machine
+//! exists. [`rules`] decides whether this host can have such a machine.
 //!
 //! A guest that runs on kvmclock and TSC deadlines needs neither a PIT nor a calibration, so the
 //! frequency leaves (0x15, 0x16) are empty.
 
+mod model;
+mod rules;
 #[cfg(test)]
 mod tests;
 
-use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
-use vmmd_spec::topology::Topology;
+use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
+use vmm_protocol::{
+    machine::Processor,
+    state::{CpuidEntry, MachineHeader, StateError},
+    vmm::ErrorKind,
+};
+use vmmd_spec::{cpu::features::Register, topology::Topology};
 
-use crate::kvm::{Host, KvmError};
+use crate::{
+    kvm::{Host, KvmError, address_bits},
+    lifecycle::Failure,
+    vcpu::Identity,
+};
+
+/// CPUID of a machine.
+#[derive(Clone, Debug)]
+pub struct Cpuid {
+    topology: Topology,
+    /// Of vCPU 0.
+    entries: Vec<kvm_cpuid_entry2>,
+    /// IA32_ARCH_CAPABILITIES of the vCPUs; 0 without that register.
+    arch_capabilities: u64,
+    /// The value is that of a saved machine, and has to be set.
+    is_restored: bool,
+}
+
+impl Cpuid {
+    /// CPUID of a new machine. Refused when the host lacks a feature of `processor`.
+    pub fn new(host: &Host, topology: Topology, processor: &Processor) -> Result<Self, Failure> {
+        let mut entries = offered(host, topology)?;
+        model::apply(&mut entries, processor).map_err(|missing| {
+            let message = format!(
+                "this host's processors and KVM lack {}, which the processor model {} has: choose another model, or remove these features",
+                list(&missing),
+                processor.model
+            );
+            Failure::of(ErrorKind::Resources, message)
+        })?;
+        let has_register = has_arch_capabilities(&entries);
+        Ok(Self {
+            topology,
+            entries,
+            arch_capabilities: if has_register {
+                host.arch_capabilities()?
+            } else {
+                0
+            },
+            is_restored: false,
+        })
+    }
+
+    /// CPUID of a saved machine. Refused when this host cannot have such a machine.
+    pub fn restored(host: &Host, topology: Topology, saved: &MachineHeader) -> Result<Self, StateError> {
+        let own = offered(host, topology)?;
+        let entries = decode(&saved.cpuid)?;
+        rules::check(&own, &entries).map_err(|why| StateError::invalid("cpuid", why))?;
+        if has_arch_capabilities(&entries) {
+            let refused = rules::check_arch_capabilities(host.arch_capabilities()?, saved.arch_capabilities);
+            refused.map_err(|why| StateError::invalid("arch_capabilities", why))?;
+        }
+        Ok(Self {
+            topology,
+            arch_capabilities: saved.arch_capabilities,
+            is_restored: true,
+            entries,
+        })
+    }
+
+    /// Width of the guest-physical addresses that can be mapped, in bits.
+    pub fn physical_address_bits(&self) -> u32 {
+        mappable_bits(&self.entries)
+    }
+
+    /// CPUID of vCPU 0 in the form of a saved machine, in order.
+    pub fn saved(&self) -> Vec<CpuidEntry> {
+        let mut entries = self.entries.clone();
+        personalise(&mut entries, self.topology, 0);
+        let entries = entries.iter().map(|entry| CpuidEntry {
+            function: entry.function,
+            index: entry.index,
+            eax: entry.eax,
+            ebx: entry.ebx,
+            ecx: entry.ecx,
+            edx: entry.edx,
+        });
+        let mut entries: Vec<_> = entries.collect();
+        entries.sort_by_key(|entry| (entry.function, entry.index));
+        entries
+    }
+
+    /// IA32_ARCH_CAPABILITIES of the vCPUs; 0 without that register.
+    pub fn arch_capabilities(&self) -> u64 {
+        self.arch_capabilities
+    }
+
+    /// Identities of the vCPUs, in their order.
+    pub fn vcpus(&self) -> Result<Vec<Identity>, KvmError> {
+        (0..self.topology.cores())
+            .map(|index| {
+                let mut entries = self.entries.clone();
+                personalise(&mut entries, self.topology, index);
+                let cpuid = CpuId::from_entries(&entries).map_err(|_| KvmError::Ioctl {
+                    operation: "building CPUID",
+                    source: std::io::ErrorKind::OutOfMemory.into(),
+                })?;
+                Ok(Identity {
+                    apic_id: apic_id(self.topology, index),
+                    cpuid,
+                    arch_capabilities: self.is_restored.then_some(self.arch_capabilities),
+                })
+            })
+            .collect()
+    }
+}
+
+/// Names for a message.
+fn list(names: &[String]) -> String {
+    /// Names in a message; the others are counted.
+    const NAMED: usize = 20;
+    let named = names.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
+    match names.len().saturating_sub(NAMED) {
+        0 => named,
+        more => format!("{named} and {more} more"),
+    }
+}
+
+/// Everything that a machine of this topology can have on this host.
+fn offered(host: &Host, topology: Topology) -> Result<Vec<kvm_cpuid_entry2>, KvmError> {
+    let supported = host.supported_cpuid()?;
+    let mut entries = common(supported.as_slice(), topology, host.has_tsc_deadline());
+    personalise(&mut entries, topology, 0);
+    Ok(entries)
+}
+
+/// Width of the guest-physical addresses that can be mapped: CPUID's width, or less if nested
+/// paging has fewer levels (leaf 0x8000_0008, EAX, bits 23:16, which are zero if not given;
+/// AMD64 APM vol. 3, E.4.7).
+fn mappable_bits(entries: &[kvm_cpuid_entry2]) -> u32 {
+    let bits = address_bits(entries);
+    match find(entries, 0x8000_0008, 0).map_or(0, |leaf| leaf.eax >> 16 & 0xff) {
+        0 => bits,
+        mappable => bits.min(mappable),
+    }
+}
+
+/// The answer of a leaf and a subleaf.
+fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> Option<kvm_cpuid_entry2> {
+    let mut there = entries.iter();
+    there
+        .find(|entry| (entry.function, entry.index) == (function, index))
+        .copied()
+}
+
+fn value(entry: &kvm_cpuid_entry2, register: Register) -> u32 {
+    match register {
+        Register::Eax => entry.eax,
+        Register::Ebx => entry.ebx,
+        Register::Ecx => entry.ecx,
+        Register::Edx => entry.edx,
+    }
+}
+
+fn value_mut(entry: &mut kvm_cpuid_entry2, register: Register) -> &mut u32 {
+    match register {
+        Register::Eax => &mut entry.eax,
+        Register::Ebx => &mut entry.ebx,
+        Register::Ecx => &mut entry.ecx,
+        Register::Edx => &mut entry.edx,
+    }
+}
+
+/// Bit 29 of leaf 7, EDX.
+fn has_arch_capabilities(entries: &[kvm_cpuid_entry2]) -> bool {
+    find(entries, 7, 0).is_some_and(|entry| entry.edx & bit::ARCH_CAPABILITIES != 0)
+}
+
+/// CPUID of a saved machine, which is untrusted.
+fn decode(saved: &[CpuidEntry]) -> Result<Vec<kvm_cpuid_entry2>, StateError> {
+    if saved.len() > KVM_MAX_CPUID_ENTRIES {
+        let why = format!("has {} leaves, more than KVM takes", saved.len());
+        return Err(StateError::invalid("cpuid", why));
+    }
+    let place = |entry: &CpuidEntry| (entry.function, entry.index);
+    if saved
+        .windows(2)
+        .any(|pair| matches!(pair, [one, next] if place(one) >= place(next)))
+    {
+        return Err(StateError::invalid("cpuid", "its leaves are not in order"));
+    }
+    let entry = |entry: &CpuidEntry| kvm_cpuid_entry2 {
+        function: entry.function,
+        index: entry.index,
+        flags: if has_subleaves(entry.function) {
+            KVM_CPUID_FLAG_SIGNIFCANT_INDEX
+        } else {
+            0
+        },
+        eax: entry.eax,
+        ebx: entry.ebx,
+        ecx: entry.ecx,
+        edx: entry.edx,
+        ..Default::default()
+    };
+    Ok(saved.iter().map(entry).collect())
+}
+
+/// Whether KVM looks up a leaf by its subleaf, too (Linux: `cpuid_function_is_indexed`).
+fn has_subleaves(leaf: u32) -> bool {
+    matches!(
+        leaf,
+        0x4 | 0x7
+            | 0xb
+            | 0xd
+            | 0xf
+            | 0x10
+            | 0x12
+            | 0x14
+            | 0x17
+            | 0x18
+            | 0x1d
+            | 0x1e
+            | 0x1f
+            | 0x24
+            | 0x8000_001d
+            | 0x8000_0026
+    )
+}
 
 /// Vendor of the processor; some leaves differ by vendor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,23 +250,6 @@ enum Vendor {
     Intel,
     /// AMD and Hygon.
     Amd,
-}
-
-/// The CPUID of each vCPU of a machine with this topology, with its local APIC id, in order of vCPU numbers.
-pub fn build(host: &Host, topology: Topology) -> Result<Vec<(u32, CpuId)>, KvmError> {
-    let supported = host.supported_cpuid()?;
-    let common = common(supported.as_slice(), topology, host.has_tsc_deadline());
-    (0..topology.cores())
-        .map(|index| {
-            let mut entries = common.clone();
-            personalise(&mut entries, topology, index);
-            let cpuid = CpuId::from_entries(&entries).map_err(|_| KvmError::Ioctl {
-                operation: "building CPUID",
-                source: std::io::ErrorKind::OutOfMemory.into(),
-            })?;
-            Ok((apic_id(topology, index), cpuid))
-        })
-        .collect()
 }
 
 /// The local APIC id of vCPU `index`: socket above core, as the topology leaves say (Intel SDM vol. 3, 9.9.1).

@@ -1,39 +1,28 @@
 //! Header of a saved machine: its configuration, and the comparison with another machine's
 //! configuration.
 
-use kvm_bindings::CpuId;
-use vmm_protocol::state::{CpuidEntry, MachineHeader, PciDevice, StateError};
+use vmm_protocol::state::{MachineHeader, PciDevice, StateError};
+
+use crate::{board::cpuid::Cpuid, vcpu::Identity};
 
 /// The virtual platform that this program builds (the SMBIOS version and the memory map are part of it).
 const PLATFORM: &str = "v1";
 
 /// Properties that stay constant during the machine's life: all except the devices.
-pub(in crate::board) fn header(memory_bytes: u64, cpuids: &[(u32, CpuId)]) -> MachineHeader {
-    let first = cpuids.first().map(|(_, cpuid)| cpuid.as_slice());
-    let mut cpuid: Vec<CpuidEntry> = first
-        .unwrap_or_default()
-        .iter()
-        .map(|entry| CpuidEntry {
-            function: entry.function,
-            index: entry.index,
-            eax: entry.eax,
-            ebx: entry.ebx,
-            ecx: entry.ecx,
-            edx: entry.edx,
-        })
-        .collect();
-    cpuid.sort_by_key(|entry| (entry.function, entry.index));
+pub(in crate::board) fn header(memory_bytes: u64, vcpus: &[Identity], cpuid: &Cpuid) -> MachineHeader {
     MachineHeader {
         platform: PLATFORM.to_owned(),
         memory_bytes,
-        apic_ids: cpuids.iter().map(|(id, _)| *id).collect(),
-        cpuid,
+        apic_ids: vcpus.iter().map(|vcpu| vcpu.apic_id).collect(),
+        cpuid: cpuid.saved(),
         devices: Vec::new(),
         panicked: false,
+        arch_capabilities: cpuid.arch_capabilities(),
     }
 }
 
-/// Refuses a state of a machine that was built in another way than `own`.
+/// Refuses a state of a machine that was built in another way than `own`. CPUID is not compared: a restored machine has that
+/// of its state.
 pub(super) fn compare(own: &MachineHeader, saved: &MachineHeader) -> Result<(), StateError> {
     let differ = |field, own: String, saved: String| {
         let why = format!("the state is of a machine with {saved}, this one has {own}");
@@ -54,9 +43,6 @@ pub(super) fn compare(own: &MachineHeader, saved: &MachineHeader) -> Result<(), 
         };
         return differ("apic_ids", ids(own), ids(saved));
     }
-    if let Some((own, saved)) = first_difference(&own.cpuid, &saved.cpuid) {
-        return differ("cpuid", leaf(own), leaf(saved));
-    }
     if let Some((own, saved)) = first_difference(&own.devices, &saved.devices) {
         return differ("devices", device(own), device(saved));
     }
@@ -71,20 +57,6 @@ fn first_difference<'a, T: PartialEq>(
     let places = 0..own.len().max(saved.len());
     let mut pairs = places.map(|at| (own.get(at), saved.get(at)));
     pairs.find(|(own, saved)| own != saved)
-}
-
-fn leaf(entry: Option<&CpuidEntry>) -> String {
-    entry.map_or("no more CPUID leaves".to_owned(), |entry| {
-        let CpuidEntry {
-            function,
-            index,
-            eax,
-            ebx,
-            ecx,
-            edx,
-        } = entry;
-        format!("CPUID leaf {function:#x}.{index:#x} = {eax:#x} {ebx:#x} {ecx:#x} {edx:#x}")
-    })
 }
 
 fn device(device: Option<&PciDevice>) -> String {
@@ -108,13 +80,8 @@ mod tests {
             platform: PLATFORM.to_owned(),
             memory_bytes: 1 << 30,
             apic_ids: vec![0, 1],
-            cpuid: vec![CpuidEntry {
-                function: 1,
-                ecx: 0x80,
-                ..CpuidEntry::default()
-            }],
             devices: vec![device(1, "rng"), device(10, "disk root")],
-            panicked: false,
+            ..MachineHeader::default()
         }
     }
 
@@ -128,8 +95,6 @@ mod tests {
     #[case::memory("memory_bytes", |it: &mut MachineHeader| it.memory_bytes += 1, "1073741825 bytes")]
     #[case::vcpus("apic_ids", |it: &mut MachineHeader| it.apic_ids.push(2), "3 vCPUs")]
     #[case::apic_id("apic_ids", |it: &mut MachineHeader| it.apic_ids[1] = 2, "[0, 2]")]
-    #[case::cpuid("cpuid", |it: &mut MachineHeader| it.cpuid[0].ecx = 0x81, "0x1.0x0 = 0x0 0x0 0x81 0x0")]
-    #[case::no_cpuid("cpuid", |it: &mut MachineHeader| it.cpuid.clear(), "no more CPUID leaves")]
     #[case::slot("devices", |it: &mut MachineHeader| it.devices[1].slot = 11, "\"disk root\" in PCI slot 11")]
     #[case::fewer("devices", |it: &mut MachineHeader| it.devices.truncate(1), "no more devices")]
     fn another_machine_is_refused_with_the_field_and_both_values(

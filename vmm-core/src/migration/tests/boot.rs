@@ -37,7 +37,7 @@ type Parts = (Vec<u8>, Vec<u8>, Option<(String, bool)>);
 fn received(bytes: &[u8]) -> Result<Parts, SnapshotError> {
     let (kernel, initrd) = (file(&[]), file(&[]));
     let mut boot = ReceivedBoot::new(kernel.try_clone().unwrap(), initrd.try_clone().unwrap());
-    receive(bytes, &memory(), &mut [], Some(&mut boot))?;
+    receive(bytes, &memory(), &mut [], Some(&mut boot), &mut |_| Ok(()))?;
     Ok((content(&kernel), content(&initrd), boot.complete()))
 }
 
@@ -52,7 +52,7 @@ fn boot_files_arrive_in_pieces_with_their_command_line() {
     let (got, initrd, rest) = received(&bytes).unwrap();
     assert!(got == kernel && initrd == b"initrd");
     assert_eq!(rest, Some(("root=/dev/vda1 quiet".to_owned(), true)));
-    let refused = receive(bytes.as_slice(), &memory(), &mut [], None).unwrap_err();
+    let refused = receive(bytes.as_slice(), &memory(), &mut [], None, &mut |_| Ok(())).unwrap_err();
     assert!(refused.to_string().contains("has its own"), "{refused}");
 }
 

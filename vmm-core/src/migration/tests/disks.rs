@@ -157,7 +157,7 @@ fn disk_arrives_with_later_changes_in_any_format(
     let bytes = stream_with(&mut guest, quiet);
     let (image, file) = image(to, SIZE);
     let mut disks = [ReceivedDisk::new("root", content_of(&*image))];
-    receive(bytes.as_slice(), &memory(), &mut disks, None).unwrap();
+    receive(bytes.as_slice(), &memory(), &mut disks, None, &mut |_| Ok(())).unwrap();
     let [received] = &mut disks;
     let (wanted, found) = (all_of(&mut guest.content), all_of(&mut received.content));
     assert!(wanted == found, "the disk is another");
@@ -176,6 +176,7 @@ fn a_disk_is_on_stable_storage_when_the_machine_was_received() {
         &memory(),
         &mut [ReceivedDisk::new("root", content)],
         None,
+        &mut |_| Ok(()),
     )
     .unwrap();
     let log = log.lock().unwrap();
@@ -214,6 +215,7 @@ fn a_target_without_room_refuses_with_the_name_of_the_disk() {
         &memory(),
         &mut [ReceivedDisk::new("root", content)],
         None,
+        &mut |_| Ok(()),
     )
     .unwrap_err();
     assert_eq!(error.to_string(), "writing disk root");
@@ -242,7 +244,7 @@ fn other_disks_than_expected_are_refused() {
             .iter()
             .map(|(name, size)| ReceivedDisk::new(*name, content_of(&*image(Format::Raw, *size).0)))
             .collect();
-        receive(bytes.as_slice(), &memory(), &mut disks, None)
+        receive(bytes.as_slice(), &memory(), &mut disks, None, &mut |_| Ok(()))
             .unwrap_err()
             .to_string()
     };
@@ -323,7 +325,7 @@ fn frames_of_disks_that_no_sender_sends_are_refused() {
         let (image, _) = image(Format::Raw, 8192);
         let mut disks = [ReceivedDisk::new("root", content_of(&*image))];
         let bytes = beginning_with(&frames);
-        let error = receive(bytes.as_slice(), &memory(), &mut disks, None).unwrap_err();
+        let error = receive(bytes.as_slice(), &memory(), &mut disks, None, &mut |_| Ok(())).unwrap_err();
         assert!(error.to_string().contains(why), "{why}: {error}");
     }
 }

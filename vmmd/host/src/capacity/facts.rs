@@ -3,6 +3,9 @@
 use std::{fs, path::Path};
 
 use vmmd_api::v1;
+use vmmd_spec::cpu::{Model, features};
+
+use crate::{failure::Failure, sys::supported_cpuid, text};
 
 /// Facts that may change while the daemon runs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -43,6 +46,8 @@ pub struct Cpus {
     pub model: String,
     /// Features, sorted.
     pub features: Vec<String>,
+    /// Features that guests can have, sorted; `None` when KVM does not answer.
+    pub of_guests: Option<Vec<String>>,
 }
 
 impl Facts {
@@ -75,9 +80,33 @@ impl Facts {
 }
 
 impl Cpus {
-    /// Reads them.
-    pub fn read(root: &Path) -> Self {
-        Self::parse(&fs::read_to_string(root.join("proc/cpuinfo")).unwrap_or_default())
+    /// Reads them. `kvm` is the path of `/dev/kvm`.
+    pub fn read(root: &Path, kvm: &Path) -> Self {
+        let answers = fs::File::open(kvm).and_then(supported_cpuid);
+        let of_guests = answers.ok().map(|answers| {
+            let found = features::of(|leaf, subleaf| {
+                let answer = answers.iter().find(|it| (it.leaf, it.subleaf) == (leaf, subleaf));
+                answer.map(|it| it.registers)
+            });
+            found.into_iter().map(str::to_owned).collect()
+        });
+        Self {
+            of_guests,
+            ..Self::parse(&fs::read_to_string(root.join("proc/cpuinfo")).unwrap_or_default())
+        }
+    }
+
+    /// Models of guests' processors that the node supports.
+    pub fn models(&self) -> Vec<Model> {
+        Model::supported(self.of_guests.as_deref().unwrap_or_default())
+    }
+
+    /// Refused when guests can't have one of these features here. Not checked when KVM does not answer.
+    pub fn check<'a>(&self, wanted: impl IntoIterator<Item = &'a str>) -> Result<(), Failure> {
+        match &self.of_guests {
+            Some(of_guests) => refuse_missing(wanted, |name| of_guests.iter().any(|it| it == name)),
+            None => Ok(()),
+        }
     }
 
     /// Those of the first CPU in `/proc/cpuinfo`.
@@ -94,8 +123,33 @@ impl Cpus {
         Self {
             model: field("model name").to_owned(),
             features,
+            of_guests: None,
         }
     }
+}
+
+/// Refused when `has` is false for one of the features, with the names of these.
+pub fn refuse_missing<'a>(
+    wanted: impl IntoIterator<Item = &'a str>,
+    has: impl Fn(&str) -> bool,
+) -> Result<(), Failure> {
+    /// Features that a message names; it counts the others.
+    const NAMED: usize = 20;
+    let mut missing = wanted.into_iter().filter(|name| !has(name));
+    let named: Vec<_> = missing
+        .by_ref()
+        .take(NAMED)
+        .map(|name| text::one_line(name, 40))
+        .collect();
+    if named.is_empty() {
+        return Ok(());
+    }
+    let more = match missing.count() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    let message = format!("this node's processors lack {}{more}", named.join(", "));
+    Err(Failure::precondition("CPU_FEATURES_MISSING", message))
 }
 
 impl From<&NumaNode> for v1::NumaNode {
@@ -167,6 +221,38 @@ mod tests {
         assert_eq!((processors(text), cpus.model.as_str()), (2, "Some CPU @ 2 GHz"));
         assert_eq!(cpus.features, ["fpu", "sse"]);
         assert_eq!((processors(""), Cpus::parse("")), (0, Cpus::default()));
+    }
+
+    #[test]
+    fn refusal_names_some_missing_features_and_counts_others() {
+        let wanted: Vec<_> = (0..500).map(|number| format!("f{number:03}\n")).collect();
+        let names = || wanted.iter().map(String::as_str);
+        let refused = refuse_missing(names(), |name| name == "f000\n").unwrap_err();
+        assert!(
+            refused
+                .message
+                .starts_with("this node's processors lack f001 , f002 ,"),
+            "{refused}"
+        );
+        assert!(refused.message.ends_with("and 479 more"), "{refused}");
+        assert!(refuse_missing([], |_| false).is_ok());
+    }
+
+    #[test]
+    fn features_of_guests_are_unknown_without_kvm() {
+        let cpus = Cpus::read(Path::new("/"), Path::new("/dev/null"));
+        assert_eq!(
+            (cpus.of_guests.as_ref(), cpus.models()),
+            (None, vec![Model::Host])
+        );
+        assert!(cpus.check(["avx512f"]).is_ok());
+        let cpus = Cpus {
+            of_guests: Some(Model::V2.features().into_iter().map(str::to_owned).collect()),
+            ..cpus
+        };
+        assert_eq!(cpus.models(), [Model::Host, Model::V2]);
+        let refused = cpus.check(Model::V3.features()).unwrap_err();
+        assert!(refused.message.contains("lack abm, avx, avx2,"), "{refused}");
     }
 
     #[test]

@@ -12,6 +12,6 @@ mod resources;
 pub mod sizing;
 
 pub use self::{
-    facts::{Cpus, Facts},
+    facts::{Cpus, Facts, refuse_missing},
     resources::{Demand, Resources, allocatable, capacity},
 };

@@ -8,6 +8,7 @@ use std::{
 
 pub mod clone;
 mod group;
+mod kvm;
 mod lease;
 mod lock;
 mod packet;
@@ -15,6 +16,7 @@ mod readiness;
 mod tun;
 
 pub use group::{group_id, peer_groups};
+pub use kvm::{CpuidAnswer, supported_cpuid};
 pub use lease::has_writer;
 pub use lock::{LockKind, could_lock, is_locked_here, lock_file, lock_file_within, lock_holder};
 pub use packet::bind_packet;

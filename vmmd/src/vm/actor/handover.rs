@@ -24,7 +24,7 @@ use vmmd_store::{
 use super::{Actor, work::Work};
 use crate::{
     registry::vms::command::{Begin, Begun, HandoverRequest, Purpose, Restore, ResumeMigration},
-    vm::api::describe::MIGRATING,
+    vm::{api::describe::MIGRATING, migratable::migratable},
 };
 
 /// Timeout for the release of a machine's disks. The guest's writes become durable meanwhile.
@@ -247,7 +247,7 @@ impl Actor {
             );
             return Err(Failure::new(Kind::Aborted, "GENERATION_MISMATCH", message));
         }
-        as_it_runs(&self.record)?;
+        migratable(&self.host, &self.record, &self.spec)?;
         if self.host.aborts.len() >= MAX_ABORTS {
             let message = format!(
                 "{MAX_ABORTS} targets of earlier migrations from this node have not confirmed that those are over: wait until these nodes can be reached"
@@ -656,20 +656,28 @@ fn not_here() -> Failure {
     Failure::new(Kind::Aborted, "MIGRATION_OVER", message)
 }
 
-/// The spec and the addresses of the running machine. Refused for a VM that does not run, or whose spec only a restart can apply.
-pub fn as_it_runs(record: &VmRecord) -> Result<(vmmd_api::v1::VmSpec, vmmd_store::Hardware), Failure> {
+/// Refused for a VM that does not run, or whose spec only a restart can apply.
+pub fn runs_as_wanted(record: &VmRecord) -> Result<(), Failure> {
     let name = &record.name;
-    let Some(run) = record.instance.clone() else {
+    let Some(run) = &record.instance else {
         let message = format!("VM \"{name}\" does not run: start it, or create it on the other node");
         return Err(Failure::precondition("VM_NOT_RUNNING", message));
     };
-    let spec = run.spec.or_else(|| record.spec.clone()).unwrap_or_default();
-    if record.spec.as_ref().is_some_and(|wanted| *wanted != spec) {
+    let spec = run.spec.as_ref().or(record.spec.as_ref());
+    if record.spec.is_some() && record.spec.as_ref() != spec {
         let message = format!(
             "the spec of VM \"{name}\" was changed since its start, which only a restart can apply: restart it, or undo the change"
         );
         return Err(Failure::precondition("RESTART_REQUIRED", message));
     }
+    Ok(())
+}
+
+/// The spec and the addresses of the running machine. Refused as by [`runs_as_wanted`].
+pub fn as_it_runs(record: &VmRecord) -> Result<(vmmd_api::v1::VmSpec, vmmd_store::Hardware), Failure> {
+    runs_as_wanted(record)?;
+    let run = record.instance.clone().unwrap_or_default();
+    let spec = run.spec.or_else(|| record.spec.clone()).unwrap_or_default();
     let hardware = run.hardware.or_else(|| record.hardware.clone());
     Ok((spec, hardware.unwrap_or_default()))
 }

@@ -55,7 +55,7 @@ use self::work::{Done, News, Start, Stop, Work};
 pub use self::{
     attachments::Attachments,
     disks::without_disk,
-    handover::{as_it_runs, nothing_to_resolve},
+    handover::{as_it_runs, nothing_to_resolve, runs_as_wanted},
 };
 use vm_lifecycle::{
     admission::{self, Place, Refusal, Situation, Verdict, admit, admit_disk},

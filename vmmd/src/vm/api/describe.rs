@@ -31,6 +31,7 @@ use crate::{
             change::{self, Change},
             secret,
         },
+        migratable::migratable,
     },
 };
 
@@ -62,6 +63,8 @@ pub struct View {
     pub operation: String,
     /// The same of `RestartRequired`.
     restart_required: (ConditionStatus, u64),
+    /// The same of `Migratable`.
+    migratable: (ConditionStatus, u64),
     /// The same of `AgentReady`.
     agent_ready: (ConditionStatus, u64),
     /// The spec without its secrets, by generation: each change of the spec is another generation.
@@ -83,6 +86,7 @@ impl View {
             block_devices: (ConditionStatus::Unspecified, now),
             operation: String::new(),
             restart_required: (ConditionStatus::Unspecified, now),
+            migratable: (ConditionStatus::Unspecified, now),
             agent_ready: (ConditionStatus::Unspecified, now),
             shown: None,
         }
@@ -153,6 +157,7 @@ impl View {
                 Some(self.ready(instance)),
                 Some(self.block_devices(instance, attached)),
                 Some(self.restart_required(&left)),
+                Some(self.migratable(host, record, spec)),
                 self.agent_ready(spec, run, instance),
             ]
             .into_iter()
@@ -226,6 +231,28 @@ impl View {
             reason: reason.to_owned(),
             message,
             transition_time: text::timestamp(self.restart_required.1),
+        }
+    }
+
+    /// `Migratable`: whether a migration would be accepted.
+    fn migratable(&mut self, host: &Host, record: &VmRecord, spec: &VmSpec) -> v1::Condition {
+        let (status, reason, message) = match migratable(host, record, spec) {
+            Ok(()) => (ConditionStatus::True, "Migratable".to_owned(), String::new()),
+            Err(failure) => (
+                ConditionStatus::False,
+                camel_case(failure.reason),
+                failure.message,
+            ),
+        };
+        if self.migratable.0 != status {
+            self.migratable = (status, text::now_ms());
+        }
+        v1::Condition {
+            r#type: "Migratable".to_owned(),
+            status: status.into(),
+            reason,
+            message,
+            transition_time: text::timestamp(self.migratable.1),
         }
     }
 

@@ -21,6 +21,7 @@ use vmm_protocol::{
 use vmmd_host::failure::Failure;
 use vmmd_network::{self, Tap};
 use vmmd_spec::{
+    cpu::{Model, Processor},
     disk::{Bus, Disk, Source},
     nic::Mac,
     pci,
@@ -29,7 +30,7 @@ use vmmd_spec::{
     share::Share,
     vm::{Boot, Nic, VmSpec},
 };
-use vmmd_store::{Hardware, NicHardware};
+use vmmd_store::{Hardware, NicHardware, ProcessorRecord};
 
 use crate::files::{Files, OpenDisk};
 
@@ -99,6 +100,7 @@ pub fn reallocate(
         disk_slots: BTreeMap::new(),
         nics: BTreeMap::new(),
         share_slots: BTreeMap::new(),
+        processor: processor(&spec.processor, [old, running]),
         ..old.clone()
     };
     for known in [old, running] {
@@ -160,6 +162,33 @@ pub fn reallocate(
     new
 }
 
+/// Processor of the guest: the known one, unless it is of another spec.
+fn processor(spec: &Processor, known: [&Hardware; 2]) -> Option<ProcessorRecord> {
+    let texts = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+    if spec.model == Model::Host {
+        return None;
+    }
+    let new = ProcessorRecord {
+        model: spec.model.name().to_owned(),
+        add: texts(&spec.add),
+        remove: texts(&spec.remove),
+        features: texts(&spec.features()),
+    };
+    let mut known = known
+        .into_iter()
+        .filter_map(|hardware| hardware.processor.as_ref());
+    let same = known.find(|it| (&it.model, &it.add, &it.remove) == (&new.model, &new.add, &new.remove));
+    Some(same.cloned().unwrap_or(new))
+}
+
+/// Features that the node has to have for the guest.
+pub fn needed_features(spec: &VmSpec, hardware: &Hardware) -> Vec<String> {
+    match &hardware.processor {
+        Some(processor) => processor.features.clone(),
+        None => spec.processor.features().into_iter().map(str::to_owned).collect(),
+    }
+}
+
 fn free_share_slot(hardware: &[&Hardware]) -> Option<u32> {
     let taken = taken(hardware);
     pci::further().rev().find(|slot| !taken.contains(slot))
@@ -216,6 +245,7 @@ pub fn assemble(
         smbios: Some(convert::smbios(&spec.smbios)),
         clock_offsets: parts.clock_offsets,
         vcpus: spec.topology.cores(),
+        processor: convert::processor(&spec.processor, needed_features(spec, hardware)),
         memory_bytes: spec.memory_bytes,
         memory_shared: spec.shares_memory(),
         kvm_fd: fds.add(parts.kvm),
@@ -678,6 +708,32 @@ mod tests {
         let moved = reallocate(&spec, &old, &old, || Mac::local([2; 6]));
         assert_eq!(moved.disk_slots["disk0"], old.disk_slots["disk0"]);
         assert_ne!(moved.disk_slots["disk1"], CHANNELS_SLOT);
+    }
+
+    #[test]
+    fn processor_of_a_model_stays_until_its_spec_changes() {
+        let mut spec = full();
+        let made = |spec: &VmSpec, old: &Hardware| reallocate(spec, old, old, || Mac::local([2; 6]));
+        assert_eq!(made(&spec, &Hardware::default()).processor, None);
+        assert_eq!(convert::processor(&spec.processor, Vec::new()), None);
+        spec.processor.model = Model::V3;
+        spec.processor.add = vec!["aes"];
+        let mut hardware = made(&spec, &Hardware::default());
+        let first = needed_features(&spec, &hardware);
+        assert!(first.contains(&"aes".to_owned()) && first.contains(&"avx2".to_owned()));
+        // An earlier daemon gave the model fewer features.
+        let record = hardware.processor.as_mut().unwrap();
+        record.features.retain(|name| name != "movbe");
+        let same = made(&spec, &hardware);
+        assert_eq!(same.processor, hardware.processor);
+        let wire = convert::processor(&spec.processor, needed_features(&spec, &same)).unwrap();
+        assert!(wire.model == "x86-64-v3" && !wire.features.contains(&"movbe".to_owned()));
+        spec.processor.remove = vec!["fma"];
+        let other = needed_features(&spec, &made(&spec, &hardware));
+        assert!(other.contains(&"movbe".to_owned()) && !other.contains(&"fma".to_owned()));
+        spec.processor.model = Model::Host;
+        assert_eq!(made(&spec, &hardware).processor, None);
+        assert_eq!(needed_features(&spec, &Hardware::default()), ["aes"]);
     }
 
     #[test]

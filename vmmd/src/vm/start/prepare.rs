@@ -76,6 +76,11 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         placement::refuse(&placement::decide(&demand.resources, &node))
     })?;
     let kvm = files::open_kvm(&host.config.kvm_device)?;
+    if plan.restore.is_none() {
+        // A restored machine has the processor of its state, which the vmm checks.
+        let needed = machine::needed_features(spec, &hardware(plan));
+        host.cpus.check(needed.iter().map(String::as_str))?;
+    }
     let nics = nics(plan);
     let seed = || {
         let none = CloudInit::default();
@@ -122,16 +127,21 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     })
 }
 
+/// That of the run: a VM that is restored may have another one by now.
+fn hardware(plan: &Plan) -> Hardware {
+    let run = plan.record.instance.as_ref();
+    let hardware = run.and_then(|run| run.hardware.clone());
+    hardware
+        .or_else(|| plan.record.hardware.clone())
+        .unwrap_or_default()
+}
+
 /// The VM's NICs with their addresses.
 fn nics(plan: &Plan) -> Vec<(String, Mac)> {
-    let none = Hardware::default();
-    // That of the run: a VM that is restored may have another one by now.
-    let run = plan.record.instance.as_ref();
-    let hardware = run.and_then(|run| run.hardware.as_ref());
-    let hardware = hardware.or(plan.record.hardware.as_ref()).unwrap_or(&none);
+    let hardware = hardware(plan);
     let nics = plan.spec.nics.iter();
     let addressed = nics.filter_map(|nic| {
-        let mac = machine::mac(hardware, nic.name.as_str())?;
+        let mac = machine::mac(&hardware, nic.name.as_str())?;
         Some((nic.name.to_string(), mac))
     });
     addressed.collect()

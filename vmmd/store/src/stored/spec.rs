@@ -199,6 +199,20 @@ stored! {
         core_limit_percent: u32,
         #[prost(string, tag = "4")]
         host_cpus: String,
+        #[prost(string, tag = "5")]
+        model: String,
+        #[prost(message, optional, tag = "6")]
+        features: Option<CpuFeatures>,
+    }
+}
+
+stored! {
+    /// Differences to a processor model.
+    CpuFeatures of v1::CpuFeatures {
+        #[prost(string, repeated, tag = "1")]
+        add: Vec<String>,
+        #[prost(string, repeated, tag = "2")]
+        remove: Vec<String>,
     }
 }
 

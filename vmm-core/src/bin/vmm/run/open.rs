@@ -121,6 +121,10 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
         smbios: Some(convert::smbios(&spec.smbios)),
         clock_offsets: Vec::new(),
         vcpus: spec.topology.cores(),
+        processor: convert::processor(
+            &spec.processor,
+            spec.processor.features().into_iter().map(str::to_owned).collect(),
+        ),
         memory_bytes: spec.memory_bytes,
         memory_shared: spec.shares_memory(),
         kvm_fd: fds.add(open_kvm()?),

@@ -338,6 +338,8 @@ static MAIN: &[Entry] = &[
     // KVM_CREATE_PIT2, KVM_GET_PIT2, KVM_SET_PIT2
     entry!(SYS_ioctl, Low16(1, &[kvm(0x77), kvm(0x9f), kvm(0xa0)]))
         .unseen("a machine with a PIT in the kernel"),
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x88)])) // KVM_GET_MSRS of the host
+        .unseen("a guest of an Intel processor with IA32_ARCH_CAPABILITIES"),
     entry!(SYS_ioctl, Low16(1, &[kvm(0x42)])), // KVM_GET_DIRTY_LOG
     entry!(SYS_ioctl, Low16(1, &[kvm(0xc0)])) // KVM_CLEAR_DIRTY_LOG
         .unseen("pages that a guest has changed just before it is paused for a snapshot"),

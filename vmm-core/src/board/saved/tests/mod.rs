@@ -2,6 +2,7 @@
 
 mod ended;
 mod golden;
+mod processor;
 mod refusals;
 mod snapshot;
 mod throttle;

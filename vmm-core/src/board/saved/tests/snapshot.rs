@@ -48,24 +48,45 @@ pub(super) struct One {
 
 /// Spec and descriptors for building machines.
 pub(super) struct Kit {
-    spec: MachineSpec,
+    pub(super) spec: MachineSpec,
     fds: Vec<OwnedFd>,
+    /// CPUID of the host instead of its own.
+    pub(super) supported: Option<kvm_bindings::CpuId>,
 }
 
 impl Kit {
     pub(super) fn new(code: &[u8]) -> Self {
         let (spec, fds) = spec(1, code);
-        Self { spec, fds }
+        Self {
+            spec,
+            fds,
+            supported: None,
+        }
+    }
+
+    fn assembler(&self, console: Console) -> Assembler {
+        let mut assembler = Assembler::new(console);
+        assembler.supported.clone_from(&self.supported);
+        assembler
     }
 
     fn fds(&self) -> Vec<OwnedFd> {
         self.fds.iter().map(|fd| fd.try_clone().unwrap()).collect()
     }
 
+    /// Why no machine can be built.
+    pub(super) fn refused(&self) -> Failure {
+        let (inputs, _notices) = channel();
+        let (_console, mut consoles) = console();
+        let mut assembler = self.assembler(consoles().unwrap());
+        let machine = assembler.assemble(&self.spec, self.fds(), Notifier::new(inputs));
+        machine.err().unwrap()
+    }
+
     pub(super) fn started(&self) -> One {
         let (inputs, notices) = channel();
         let (console, mut consoles) = console();
-        let mut assembler = Assembler::new(consoles().unwrap());
+        let mut assembler = self.assembler(consoles().unwrap());
         let machine = assembler.assemble(&self.spec, self.fds(), Notifier::new(inputs));
         let mut machine = machine.unwrap();
         machine.start().unwrap();
@@ -80,7 +101,7 @@ impl Kit {
     pub(super) fn restored(&self, snapshot: &File, on_demand: bool) -> Result<One, Failure> {
         let (inputs, notices) = channel();
         let (console, mut consoles) = console();
-        let mut assembler = Assembler::new(consoles().unwrap());
+        let mut assembler = self.assembler(consoles().unwrap());
         let mut fds = self.fds();
         let restore = vmm::Restore {
             snapshot_fd: u32::try_from(fds.len()).unwrap(),
@@ -103,7 +124,7 @@ impl Kit {
     pub(super) fn received(&self, mut stream: File) -> Result<One, Failure> {
         let (inputs, notices) = channel();
         let (console, mut consoles) = console();
-        let mut assembler = Assembler::new(consoles().unwrap());
+        let mut assembler = self.assembler(consoles().unwrap());
         let mut fds = self.fds();
         let restore = vmm::Restore {
             snapshot_fd: u32::try_from(fds.len()).unwrap(),
@@ -133,6 +154,11 @@ fn taken(mut socket: UnixStream) -> JoinHandle<File> {
 impl One {
     /// Sends the machine, which is paused then.
     fn send(&mut self) -> (File, Report, Vec<Round>) {
+        self.send_as(&vmm_protocol::vmm::Send::default())
+    }
+
+    /// The same with these options.
+    pub(super) fn send_as(&mut self, send: &vmm_protocol::vmm::Send) -> (File, Report, Vec<Round>) {
         let (near, far) = UnixStream::pair().unwrap();
         let stream = taken(far);
         let socket = OwnedFd::from(near);
@@ -141,7 +167,7 @@ impl One {
             policy: Policy::AlwaysSafe,
         };
         self.machine
-            .begin_migration(socket.into(), purpose, &vmm_protocol::vmm::Send::default())
+            .begin_migration(socket.into(), purpose, send)
             .unwrap();
         let mut rounds = Vec::new();
         loop {
@@ -159,7 +185,7 @@ impl One {
         (stream.join().unwrap(), report, rounds)
     }
 
-    fn echo(&mut self, byte: u8) -> u8 {
+    pub(super) fn echo(&mut self, byte: u8) -> u8 {
         self.console.write_all(&[byte]).unwrap();
         let mut printed = [0];
         self.console.read_exact(&mut printed).unwrap();
@@ -174,7 +200,7 @@ impl One {
     }
 
     /// Takes a snapshot of the machine, which is paused all the time or runs; it runs afterwards.
-    fn snapshot(&mut self, runs: bool) -> (File, Report, GoesOn) {
+    pub(super) fn snapshot(&mut self, runs: bool) -> (File, Report, GoesOn) {
         if !runs {
             self.machine.pause().unwrap();
         }

@@ -15,6 +15,7 @@ use vmmd_api::v1::{
 use vmmd_network::tap_name;
 use vmmd_spec::{
     Violations,
+    cpu::Model,
     disk::{Disk, MAX_SERIAL},
     share::MAX_TAG,
 };
@@ -160,10 +161,20 @@ pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
     if clock.on_resume() == ClockOnResume::Unspecified {
         clock.set_on_resume(ClockOnResume::Keep);
     }
-    if let Some(cpu) = &mut spec.cpu
-        && cpu.core_fraction_percent == 0
-    {
-        cpu.core_fraction_percent = 100;
+    if let Some(cpu) = &mut spec.cpu {
+        if cpu.core_fraction_percent == 0 {
+            cpu.core_fraction_percent = 100;
+        }
+        if cpu.model.is_empty() {
+            Model::Host.name().clone_into(&mut cpu.model);
+        }
+        if let Some(features) = &mut cpu.features {
+            for names in [&mut features.add, &mut features.remove] {
+                names.sort_unstable();
+                names.dedup();
+            }
+        }
+        cpu.features = cpu.features.take().filter(|it| *it != v1::CpuFeatures::default());
     }
     for nic in &mut spec.nics {
         nic.mac = match super::mac(hardware, &nic.name) {

@@ -1,6 +1,11 @@
-//! How much of the node's processors a VM gets.
+//! How much of the node's processors a VM gets, and which processor its guest sees.
+
+pub mod features;
+mod model;
 
 use vmmd_api::v1;
+
+pub use model::{Model, Processor, baseline};
 
 use super::Violations;
 
