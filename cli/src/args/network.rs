@@ -33,19 +33,20 @@ const MODES: Words<NetworkMode> = &[
 Examples:
   vmmctl create network lan --cidr 10.80.0.0/24 --dns 10.0.0.53
   vmmctl create network both --cidr 10.82.0.0/24 --ipv6 fd00:82::/64
+  vmmctl create network six --ipv6 fd00:83::/64
   vmmctl create network backend --cidr 10.81.0.0/24 --mode isolated")]
 pub struct CreateNetwork {
     /// Name of the network
     #[arg(value_parser = disk_name)]
     pub name: String,
-    /// Addresses, a private range as in 10.80.0.0/24
-    #[arg(long, value_name = "RANGE")]
-    pub cidr: String,
+    /// IPv4 addresses, a private range as in 10.80.0.0/24; none when only --ipv6 is given
+    #[arg(long, value_name = "RANGE", required_unless_present = "ipv6")]
+    pub cidr: Option<String>,
     /// IPv6 addresses, a prefix of 64 bits as in fd00:80::/64; none when not given
     #[arg(long, value_name = "PREFIX")]
     pub ipv6: Option<String>,
     /// Address of the node, the gateway of the VMs; the first address when not given
-    #[arg(long, value_name = "ADDRESS")]
+    #[arg(long, value_name = "ADDRESS", requires = "cidr")]
     pub gateway: Option<String>,
     /// Reachability of the VMs
     #[arg(long, value_parser = words(MODES), default_value = "nat")]

@@ -14,9 +14,12 @@ pub async fn create(client: &Client, args: &CreateNetwork) -> Result<()> {
     let answer = send!(client.limit(WORK), client.networks, create_network, request(args)).await?;
     let network = answer.network.ok_or_else(empty_answer)?;
     let status = network.status.unwrap_or_default();
+    let gateways = [status.gateway, status.ipv6_gateway];
     output::line(format!(
         "network/{} created, gateway {} on {}",
-        args.name, status.gateway, status.bridge
+        args.name,
+        output::network::both(gateways),
+        status.bridge
     ))
 }
 
@@ -93,7 +96,7 @@ fn request(args: &CreateNetwork) -> v1::CreateNetworkRequest {
             metadata: super::metadata(&args.name, &args.labels),
             spec: Some(v1::NetworkSpec {
                 mode: args.mode.into(),
-                ipv4_cidr: args.cidr.clone(),
+                ipv4_cidr: args.cidr.clone().unwrap_or_default(),
                 ipv4_gateway: args.gateway.clone().unwrap_or_default(),
                 dns_servers: args.dns.clone(),
                 ntp_servers: args.ntp.clone(),

@@ -10,9 +10,9 @@ use crate::{LeaseRecord, PortRecord};
 pub const LEASE_RETENTION_MS: u64 = 10 * 60 * 1000;
 
 impl LeaseRecord {
-    /// The address.
-    pub fn ip(&self) -> Ipv4Addr {
-        Ipv4Addr::from(self.address)
+    /// The IPv4 address, in a network that has some.
+    pub fn ip(&self) -> Option<Ipv4Addr> {
+        (self.address != 0).then(|| Ipv4Addr::from(self.address))
     }
 
     /// Whether the lease means anything at `now_ms`. One that was released far in the future was released while the clock was wrong, and does not

@@ -677,7 +677,7 @@ pub struct NetworkRecord {
 /// An address of a NIC.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct LeaseRecord {
-    /// IPv4.
+    /// IPv4; 0 in a network without such addresses.
     #[prost(fixed32, tag = "1")]
     pub address: u32,
     /// UUID of the VM.

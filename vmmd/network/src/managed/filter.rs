@@ -190,9 +190,10 @@ fn differing<'a>(
     record: &'a NetworkRecord,
     other: &'a NetworkRecord,
 ) -> impl Iterator<Item = &'a LeaseRecord> {
-    let others: HashMap<_, _> = other.leases.iter().map(|lease| (lease.address, lease)).collect();
+    let key = |lease: &'a LeaseRecord| (lease.address, &lease.vm, &lease.nic);
+    let others: HashMap<_, _> = other.leases.iter().map(|lease| (key(lease), lease)).collect();
     let leases = record.leases.iter();
-    leases.filter(move |lease| others.get(&lease.address) != Some(lease))
+    leases.filter(move |lease| others.get(&key(lease)) != Some(lease))
 }
 
 impl Filter {

@@ -49,8 +49,12 @@ impl Networks {
         self.check(&record, request).await.map(drop)
     }
 
-    /// The address of a NIC in a network; refused when another NIC has its address or MAC address, or another VM its ports.
-    async fn check(&self, record: &NetworkRecord, request: &Request<'_>) -> Result<Ipv4Addr, Failure> {
+    /// The IPv4 address of a NIC in a network that has some; refused when another NIC has its address or MAC address, or another VM its ports.
+    async fn check(
+        &self,
+        record: &NetworkRecord,
+        request: &Request<'_>,
+    ) -> Result<Option<Ipv4Addr>, Failure> {
         let network = record.name.as_str();
         let spec = spec_of(record).ok_or_else(|| NetworkKind::not_found(network))?;
         let owner = (request.vm.0.as_bytes().as_slice(), request.nic);
@@ -95,7 +99,7 @@ impl Networks {
         let address = self.check(&record, request).await?;
         let (vm, now) = (request.vm.0.as_bytes(), text::now_ms());
         let lease = LeaseRecord {
-            address: address.into(),
+            address: address.map_or(0, u32::from),
             vm: vm.to_vec(),
             vm_name: request.vm.1.to_owned(),
             nic: request.nic.to_owned(),
@@ -106,7 +110,9 @@ impl Networks {
             firewall: (!request.firewall.is_open()).then(|| request.firewall.into()),
         };
         let before = record.clone();
-        let taken = |other: &LeaseRecord| other.is_of(vm, request.nic) || other.address == lease.address;
+        let taken = |other: &LeaseRecord| {
+            other.is_of(vm, request.nic) || address.is_some() && other.address == lease.address
+        };
         record.leases.retain(|other| !taken(other) && other.counts(now));
         for other in self.vacated(&record.uid, &lease, now) {
             self.write(host, &other).await?;
@@ -146,7 +152,7 @@ impl Networks {
             nic,
             tap: lease.tap.clone(),
             mac,
-            address: Some(lease.ip()),
+            address: lease.ip(),
             ports,
             firewall,
             plugged: true,
@@ -219,7 +225,7 @@ impl Networks {
         let gateways: Vec<_> = {
             let networks = self.registry.lock();
             let specs = networks.records().filter_map(spec_of);
-            specs.map(|spec| spec.gateway).collect()
+            specs.filter_map(|spec| Some(spec.subnet?.gateway)).collect()
         };
         for port in request.ports {
             let wanted = PortRecord::from(port);

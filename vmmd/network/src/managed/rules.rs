@@ -47,8 +47,8 @@ pub struct Network {
     pub mode: NetworkMode,
     /// Its IPv6 addresses.
     pub net6: Option<Ipv6Net>,
-    /// The node's own.
-    pub gateway: Ipv4Addr,
+    /// The node's own IPv4 address.
+    pub gateway: Option<Ipv4Addr>,
 }
 
 /// A NIC in a network.
@@ -58,7 +58,7 @@ pub struct Port {
     pub tap: String,
     /// Its addresses.
     pub mac: Mac,
-    pub address: Ipv4Addr,
+    pub address: Option<Ipv4Addr>,
     pub address6: Option<Ipv6Addr>,
     /// Ports of the node that lead to it.
     pub published: Vec<PublishedPort>,
@@ -112,14 +112,16 @@ impl Network {
     pub fn elements(&self) -> Vec<Element> {
         use Family::{Bridge, Inet};
         let bridge = || Field::Interface(self.bridge.clone());
-        let gateway = || Field::Ip(self.gateway.into());
         let mut all = vec![
             plain(Inet, "bridges", vec![bridge()]),
             plain(Inet, "within", vec![bridge(), bridge()]),
-            plain(Inet, "gateways", vec![gateway()]),
-            plain(Inet, "gateway4", vec![bridge(), gateway()]),
             plain(Bridge, "bridges", vec![Field::Mac(self.mac.octets())]),
         ];
+        if let Some(gateway) = self.gateway {
+            let gateway = || Field::Ip(gateway.into());
+            all.push(plain(Inet, "gateways", vec![gateway()]));
+            all.push(plain(Inet, "gateway4", vec![bridge(), gateway()]));
+        }
         let mut verdict = |map, data| all.push(with(Inet, map, vec![bridge()], data));
         match self.mode {
             NetworkMode::Nat => verdict("to", Data::Goto("to-nat".to_owned())),
@@ -133,8 +135,9 @@ impl Network {
             all.push(plain(Inet, "closed", vec![bridge()]));
         }
         if let Some(net6) = self.net6 {
-            let gateway = Field::Ip(net6.gateway().into());
-            all.push(plain(Inet, "gateway6", vec![bridge(), gateway]));
+            let gateway = || Field::Ip(net6.gateway().into());
+            all.push(plain(Inet, "gateways6", vec![gateway()]));
+            all.push(plain(Inet, "gateway6", vec![bridge(), gateway()]));
             all.push(plain(Inet, "with6", vec![bridge()]));
         }
         all
@@ -145,12 +148,14 @@ impl Network {
         use Family::Bridge;
         let tap = || Field::Interface(port.tap.clone());
         let mac = || Field::Mac(port.mac.octets());
-        let address = Field::Ip(port.address.into());
         let mut all = vec![
             plain(Bridge, "taps", vec![tap()]),
             plain(Bridge, "macs", vec![tap(), mac()]),
-            plain(Bridge, "owned4", vec![tap(), mac(), address]),
         ];
+        if let Some(address) = port.address {
+            let owned = vec![tap(), mac(), Field::Ip(address.into())];
+            all.push(plain(Bridge, "owned4", owned));
+        }
         if let Some(address) = port.address6 {
             all.push(plain(Bridge, "with6", vec![tap()]));
             for own in [address, link_local(port.mac)] {
@@ -170,7 +175,7 @@ impl Network {
 
     fn translate(&self, port: &Port, all: &mut Vec<Element>) {
         let bridge = || Field::Interface(self.bridge.clone());
-        let addresses = [Some(port.address.into()), port.address6.map(IpAddr::from)];
+        let addresses = [port.address.map(IpAddr::from), port.address6.map(IpAddr::from)];
         for address in addresses.into_iter().flatten() {
             let [nat, inside, published, target] = match address {
                 IpAddr::V4(_) => ["nat4", "inside4", "published4", "target4"],

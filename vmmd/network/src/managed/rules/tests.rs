@@ -6,7 +6,7 @@ fn network(mode: NetworkMode) -> Network {
         mac: "02:01:23:45:67:89".parse().unwrap(),
         mode,
         net6: None,
-        gateway: [10, 80, 0, 1].into(),
+        gateway: Some([10, 80, 0, 1].into()),
     }
 }
 
@@ -14,7 +14,7 @@ fn port(address6: Option<Ipv6Addr>) -> Port {
     Port {
         tap: "vm0123456789n0".into(),
         mac: "52:54:00:00:00:01".parse().unwrap(),
-        address: [10, 80, 0, 2].into(),
+        address: Some([10, 80, 0, 2].into()),
         address6,
         published: vec![PublishedPort {
             protocol: Protocol::Tcp,
@@ -78,6 +78,25 @@ fn nic_with_ipv6_owns_the_addresses_that_it_makes() {
     ] {
         assert!(has(&elements, line), "{line}: {:?}", lines(&elements));
     }
+}
+
+#[test]
+fn network_without_ipv4_has_no_elements_of_it() {
+    let net: Ipv6Net = "fd00:80::/64".parse().unwrap();
+    let network = Network {
+        net6: Some(net),
+        gateway: None,
+        ..network(NetworkMode::Nat)
+    };
+    let port = Port {
+        address: None,
+        ..port(Some(net.of("52:54:00:00:00:01".parse().unwrap())))
+    };
+    let elements = [network.elements(), network.elements_of(&port)].concat();
+    let names: Vec<_> = elements.iter().map(|element| element.set.1).collect();
+    assert!(!names.iter().any(|name| name.ends_with('4')), "{names:?}");
+    assert!(has(&elements, "gateways6 fd00:80::1"));
+    assert!(names.contains(&"published6") && names.contains(&"owned6"));
 }
 
 #[test]
