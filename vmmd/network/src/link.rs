@@ -15,9 +15,10 @@ use rtnetlink::{
         RouteNetlinkMessage,
         address::{AddressAttribute, AddressHeaderFlags, AddressMessage},
         link::{InfoData, InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
-        route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteType},
+        route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteType},
         tc::{TcAttribute, TcHandle, TcMessage},
     },
+    sys::AsyncSocket as _,
 };
 use tokio_stream::StreamExt;
 use vmmd_host::fault;
@@ -70,7 +71,10 @@ pub struct LinkCounters {
 impl Links {
     /// Connects to the kernel. To be called in a tokio runtime.
     pub fn connect() -> io::Result<Self> {
-        let (connection, handle, _) = rtnetlink::new_connection()?;
+        let (mut connection, handle, _) = rtnetlink::new_connection()?;
+        // The kernel applies the filters of a dump then (Linux 4.20).
+        let socket = connection.socket_mut().socket_mut();
+        socket.set_netlink_get_strict_chk(true)?;
         tokio::spawn(connection);
         Ok(Self { handle })
     }
@@ -143,9 +147,8 @@ impl Links {
         Ok(Some(facts))
     }
 
-    /// All interfaces by name, each with the result of [`Self::inspect`]. The method needs two
-    /// kernel queries: even for one interface the kernel lists the addresses of all. An interface
-    /// that appears or disappears meanwhile may be missing.
+    /// All interfaces by name, each with the result of [`Self::inspect`], by two queries of the kernel. An interface that appears or
+    /// disappears meanwhile may be missing.
     pub async fn survey(&self) -> io::Result<HashMap<String, (Link, BridgeFacts)>> {
         let mut seen = HashMap::new();
         let mut names = HashMap::new();
@@ -182,11 +185,18 @@ impl Links {
             RouteMessageBuilder::<Ipv6Addr>::new().build(),
         ];
         let mut found = Vec::new();
-        for version in all {
+        for mut version in all {
+            // Of the main table, whatever has made them.
+            version.header.protocol = RouteProtocol::Unspec;
             let routes = self.handle.route().get(version).execute();
             tokio::pin!(routes);
             while let Some(message) = routes.next().await {
-                found.extend(route(&message.map_err(into_io)?));
+                match message.map_err(into_io) {
+                    Ok(message) => found.extend(route(&message)),
+                    // There is no table before the first route.
+                    Err(error) if error.raw_os_error() == Some(libc::ENOENT) => break,
+                    Err(error) => return Err(error),
+                }
             }
         }
         Ok(found)

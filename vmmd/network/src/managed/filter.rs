@@ -210,6 +210,15 @@ impl Filter {
         self.known = None;
     }
 
+    /// Whether the kernel has the rules of a network that is not being deleted, with this specification.
+    pub fn has(&self, record: &NetworkRecord) -> bool {
+        let known = self
+            .known
+            .as_ref()
+            .and_then(|known| known.records.get(&record.uid));
+        !record.leaving && known.is_some_and(|known| !known.leaving && known.spec == record.spec)
+    }
+
     /// What differs between the kernel and the records of all networks.
     pub fn plan(&self, records: &[&NetworkRecord]) -> Plan {
         let mut plan = Plan::default();

@@ -109,7 +109,6 @@ impl Networks {
             released_ms: 0,
             firewall: (!request.firewall.is_open()).then(|| request.firewall.into()),
         };
-        let before = record.clone();
         let taken = |other: &LeaseRecord| {
             other.is_of(vm, request.nic) || address.is_some() && other.address == lease.address
         };
@@ -120,7 +119,8 @@ impl Networks {
         vacate(&mut record, &lease, now);
         record.leases.push(lease);
         record.leases.sort_by_key(|lease| lease.address);
-        if record != before {
+        let is_changed = self.registry.lock().get(&record.name) != Some(&record);
+        if is_changed {
             self.write(host, &record).await?;
         }
         self.apply(host, turn, Some(&record.uid)).await;
@@ -164,8 +164,9 @@ impl Networks {
 
     /// Takes the MAC address and the ports that are wanted from NICs that have just gone, if they still have them.
     async fn free(&self, host: Ports<'_>, turn: &mut Filter, network: &str, request: &Request<'_>) {
-        let has = |record: NetworkRecord| others_with_mac(&record, request).next().is_some();
-        if self.find(network).is_ok_and(has) || self.no_port_clash(request).is_err() {
+        let has = |record: &NetworkRecord| others_with_mac(record, request).next().is_some();
+        let has_mac = self.registry.lock().get(network).is_some_and(has);
+        if has_mac || self.no_port_clash(request).is_err() {
             self.drop_gone(host, turn).await;
         }
     }
@@ -173,13 +174,13 @@ impl Networks {
     /// The records of networks other than the one with the UUID `uid` that change as a NIC gets `lease`.
     fn vacated(&self, uid: &[u8], lease: &LeaseRecord, now: u64) -> Vec<NetworkRecord> {
         let networks = self.registry.lock();
-        let others = networks.records().filter(|record| record.uid != uid);
-        let changed = others.filter_map(|record| {
-            let mut changed = record.clone();
-            vacate(&mut changed, lease, now);
-            (changed != *record).then_some(changed)
-        });
-        changed.collect()
+        let loses = |other: &LeaseRecord| loses_tap(other, lease) || loses_ports(other, lease);
+        let changed = networks
+            .records()
+            .filter(|record| record.uid != uid && record.leases.iter().any(loses));
+        let mut changed: Vec<_> = changed.cloned().collect();
+        changed.iter_mut().for_each(|record| vacate(record, lease, now));
+        changed
     }
 
     fn no_port_clash(&self, request: &Request<'_>) -> Result<(), Failure> {
@@ -222,6 +223,9 @@ impl Networks {
         let own = |lease: &&LeaseRecord| lease.is_of(vm, request.nic) && lease.released_ms == 0;
         let own = record.leases.iter().find(own);
         let had = own.map(|lease| lease.ports.as_slice()).unwrap_or_default();
+        if request.ports.is_empty() {
+            return Ok(());
+        }
         let gateways: Vec<_> = {
             let networks = self.registry.lock();
             let specs = networks.records().filter_map(spec_of);
@@ -288,16 +292,28 @@ fn in_words(port: &PortRecord) -> String {
 /// Takes the tap and the ports of the lease `new` from other NICs. A NIC that was behind its tap releases its address: it would be held to that address as
 /// well, until the daemon notices that it is gone. Other NICs of the VM give up the ports.
 fn vacate(record: &mut NetworkRecord, new: &LeaseRecord, now: u64) {
-    for lease in record.leases.iter_mut().filter(|lease| lease.released_ms == 0) {
-        if lease.tap == new.tap {
-            lease.released_ms = now;
-        }
-        if lease.vm == new.vm && lease.nic != new.nic {
+    for lease in &mut record.leases {
+        if loses_ports(lease, new) {
             lease
                 .ports
                 .retain(|port| !new.ports.iter().any(|wanted| same_port(wanted, port)));
         }
+        if loses_tap(lease, new) {
+            lease.released_ms = now;
+        }
     }
+}
+
+fn loses_tap(lease: &LeaseRecord, new: &LeaseRecord) -> bool {
+    lease.released_ms == 0 && lease.tap == new.tap
+}
+
+fn loses_ports(lease: &LeaseRecord, new: &LeaseRecord) -> bool {
+    let mut ports = lease.ports.iter();
+    lease.released_ms == 0
+        && lease.vm == new.vm
+        && lease.nic != new.nic
+        && ports.any(|port| new.ports.iter().any(|wanted| same_port(wanted, port)))
 }
 
 #[cfg(test)]

@@ -110,18 +110,22 @@ impl Networks {
             .iter()
             .filter_map(|vm| Some((vm.metadata.as_ref()?.uid.as_str(), &**vm)));
         let vms: HashMap<_, _> = by_uid.collect();
-        let mut changed = Vec::new();
-        for record in self.registry.lock().records() {
-            let mut new = record.clone();
-            for lease in new.leases.iter_mut().filter(|lease| lease.released_ms == 0) {
-                if !is_used(&vms, &record.name, lease) {
-                    lease.released_ms = now;
-                }
+        let is_gone = |record: &NetworkRecord, lease: &LeaseRecord| {
+            lease.released_ms == 0 && !is_used(&vms, &record.name, lease)
+        };
+        let networks = self.registry.lock();
+        let changes = |record: &&NetworkRecord| {
+            let mut leases = record.leases.iter();
+            leases.any(|lease| !lease.counts(now) || is_gone(record, lease))
+        };
+        let mut changed: Vec<_> = networks.records().filter(changes).cloned().collect();
+        for record in &mut changed {
+            let mut leases = std::mem::take(&mut record.leases);
+            leases.retain(|lease| lease.counts(now));
+            for lease in leases.iter_mut().filter(|lease| is_gone(record, lease)) {
+                lease.released_ms = now;
             }
-            new.leases.retain(|lease| lease.counts(now));
-            if new != *record {
-                changed.push(new);
-            }
+            record.leases = leases;
         }
         changed
     }
@@ -138,7 +142,8 @@ impl Networks {
             _ => Seen::new(),
         };
         for record in &all {
-            match make_bridge(host, record, &seen).await {
+            let is_known = only.is_some() && filter.has(record);
+            match make_bridge(host, record, &seen, is_known).await {
                 Ok(true) => {
                     made.insert(record.uid.clone());
                     repairs
@@ -338,9 +343,18 @@ async fn survey(host: Ports<'_>) -> Seen {
     })
 }
 
-/// Makes, changes or removes the bridge of a network. True when something was to be done.
-async fn make_bridge(host: Ports<'_>, record: &NetworkRecord, seen: &Seen) -> io::Result<bool> {
+/// Makes, changes or removes the bridge of a network. True when something was to be done. The addresses of the bridge of a network that
+/// `is_known` are compared each minute only.
+async fn make_bridge(
+    host: Ports<'_>,
+    record: &NetworkRecord,
+    seen: &Seen,
+    is_known: bool,
+) -> io::Result<bool> {
     let (name, wanted) = (bridge(record), wanted(record));
+    if is_known && host.links.find(&name).await?.is_some_and(|link| link.is_bridge) {
+        return Ok(false);
+    }
     let plan = |found: Option<&Found>| plan::plan(wanted.as_ref(), found);
     let steps = match seen.get(&name) {
         Some((_, found)) if plan(Some(found)).is_empty() => Vec::new(),
