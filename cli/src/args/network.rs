@@ -57,9 +57,12 @@ pub struct CreateNetwork {
     /// NTP server to announce to VMs; repeat the option for several
     #[arg(long = "ntp", value_name = "ADDRESS")]
     pub ntp: Vec<String>,
-    /// Largest packet in bytes; 1500 when not given
+    /// Largest packet in bytes; that of the node's default route when not given
     #[arg(long, value_name = "BYTES")]
     pub mtu: Option<u32>,
+    /// Addresses that VMs do not reach beyond the node, as in 192.0.2.0/24 or 2001:db8::/32; repeat the option for several
+    #[arg(long, value_name = "RANGE")]
+    pub deny: Vec<String>,
     /// Label of the network
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,
@@ -89,6 +92,10 @@ pub struct UpdateNetwork {
     /// "none" removes all
     #[arg(long = "ntp", value_name = "ADDRESS|none")]
     pub ntp: Vec<String>,
+    /// Addresses that VMs do not reach beyond the node, in place of the present ones; repeat the option for several.
+    /// "none" removes all
+    #[arg(long, value_name = "RANGE|none")]
+    pub deny: Vec<String>,
     /// Label to set or to remove
     #[arg(short, long = "label", value_name = "KEY=VALUE|KEY-")]
     pub labels: Vec<LabelChange>,

@@ -63,11 +63,15 @@ fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
         spec.ntp_servers = servers(&args.ntp, "none");
         paths.push("spec.ntp_servers");
     }
+    if !args.deny.is_empty() {
+        spec.deny = servers(&args.deny, "none");
+        paths.push("spec.deny");
+    }
     if !args.labels.is_empty() {
         paths.push("metadata.labels");
     }
     if paths.is_empty() {
-        let message = "no change is given: use --mode, --dns, --ntp or -l";
+        let message = "no change is given: use --mode, --dns, --ntp, --deny or -l";
         return Err(Failure::new(Code::Usage, message));
     }
     Ok(v1::UpdateNetworkRequest {
@@ -83,6 +87,7 @@ fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
     })
 }
 
+/// The texts of a list; none when it is the word `none` alone.
 fn servers(given: &[String], none: &str) -> Vec<String> {
     match given {
         [only] if only == none => Vec::new(),
@@ -102,6 +107,7 @@ fn request(args: &CreateNetwork) -> v1::CreateNetworkRequest {
                 ntp_servers: args.ntp.clone(),
                 mtu: args.mtu.unwrap_or_default(),
                 ipv6_cidr: args.ipv6.clone().unwrap_or_default(),
+                deny: args.deny.clone(),
             }),
             status: None,
         }),

@@ -45,7 +45,6 @@ impl Show for v1::Network {
     fn describe(&self, now: jiff::Timestamp) -> String {
         let spec = self.spec.clone().unwrap_or_default();
         let status = self.status.clone().unwrap_or_default();
-        let mtu = if spec.mtu == 0 { 1500 } else { spec.mtu };
         let mut text = Lines::default();
         text.metadata(self.metadata.as_ref(), true, now);
         text.put("Mode", &mode(&spec));
@@ -60,7 +59,8 @@ impl Show for v1::Network {
         text.put("IPv6 gateway", &status.ipv6_gateway);
         text.put("DNS", &spec.dns_servers.join(", "));
         text.put("NTP", &spec.ntp_servers.join(", "));
-        text.put("MTU", &mtu.to_string());
+        text.put("MTU", &status.mtu.to_string());
+        text.put("Denied", &spec.deny.join(", "));
         text.put("Bridge", &status.bridge);
         text.put("Ready", if status.ready { "yes" } else { "no" });
         text.put("Problem", &status.message);

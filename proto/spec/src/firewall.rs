@@ -1,7 +1,12 @@
 //! Validated rules of a NIC's firewall. Ranges are merged, because the packet filter refuses
 //! overlapping ranges.
 
-use std::{fmt, net::IpAddr, ops::RangeInclusive, str::FromStr};
+use std::{
+    fmt,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    ops::RangeInclusive,
+    str::FromStr,
+};
 
 use vmmd_api::v1;
 
@@ -44,7 +49,7 @@ pub enum RuleProtocol {
 }
 
 /// IPv4 or IPv6 addresses with the same first bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Addresses {
     /// The first one.
     pub first: IpAddr,
@@ -72,8 +77,18 @@ impl Addresses {
         u128::MAX.checked_shl(128 - u32::from(prefix)).unwrap_or(0)
     }
 
+    /// The last one.
+    pub fn last(self) -> IpAddr {
+        let (bits, _) = Self::bits(self.first);
+        let last = bits | !Self::mask(self.prefix);
+        match self.first {
+            IpAddr::V4(_) => Ipv4Addr::from_bits(u32::try_from(last >> 96).unwrap_or(u32::MAX)).into(),
+            IpAddr::V6(_) => Ipv6Addr::from_bits(last).into(),
+        }
+    }
+
     /// Whether all of the other's are its own.
-    pub fn has(self, other: Self) -> bool {
+    fn has(self, other: Self) -> bool {
         let (own, others) = (Self::bits(self.first), Self::bits(other.first));
         own.1 == others.1 && self.prefix <= other.prefix && others.0 & Self::mask(self.prefix) == own.0
     }
@@ -174,16 +189,22 @@ fn too_many(found: &mut Violations, field: &str, number: usize) -> bool {
     number > MAX_RULES
 }
 
-fn rule(found: &mut Violations, field: &str, wire: &v1::NicRule) -> Rule {
+/// Validates addresses and ranges, at most [`MAX_RULES`]; `field` is their path. Nested ranges are left out.
+pub(super) fn addresses(found: &mut Violations, field: &str, texts: &[String]) -> Vec<Addresses> {
     let mut addresses = Vec::new();
-    if !too_many(found, &format!("{field}.addresses"), wire.addresses.len()) {
-        for (index, text) in wire.addresses.iter().enumerate() {
+    if !too_many(found, field, texts.len()) {
+        for (index, text) in texts.iter().enumerate() {
             match text.parse() {
                 Ok(one) => addresses.push(one),
-                Err(error) => found.add(format_args!("{field}.addresses[{index}]"), error),
+                Err(error) => found.add(format_args!("{field}[{index}]"), error),
             }
         }
     }
+    without_nested(&addresses)
+}
+
+fn rule(found: &mut Violations, field: &str, wire: &v1::NicRule) -> Rule {
+    let addresses = self::addresses(found, &format!("{field}.addresses"), &wire.addresses);
     let protocol = match v1::RuleProtocol::try_from(wire.protocol) {
         Ok(v1::RuleProtocol::Unspecified) => RuleProtocol::Any,
         Ok(v1::RuleProtocol::Tcp) => RuleProtocol::Tcp,
@@ -207,7 +228,7 @@ fn rule(found: &mut Violations, field: &str, wire: &v1::NicRule) -> Rule {
         }
     }
     Rule {
-        addresses: without_nested(&addresses),
+        addresses,
         protocol,
         ports: merged(ports),
     }
@@ -316,6 +337,19 @@ mod tests {
             addresses(&["fd00::/16", "a00::1", "10.0.0.1", "fd00:80::5"]),
             ["fd00::/16", "a00::1/128", "10.0.0.1/32"]
         );
+    }
+
+    #[test]
+    fn range_ends_with_its_last_address() {
+        for (range, last) in [
+            ("10.0.0.0/8", "10.255.255.255"),
+            ("0.0.0.0/0", "255.255.255.255"),
+            ("192.0.2.1", "192.0.2.1"),
+            ("fd00:80::/64", "fd00:80::ffff:ffff:ffff:ffff"),
+        ] {
+            let range: Addresses = range.parse().unwrap();
+            assert_eq!(range.last().to_string(), last);
+        }
     }
 
     #[test]

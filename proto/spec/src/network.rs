@@ -8,7 +8,12 @@ use std::{
 
 use vmmd_api::v1;
 
-use super::{Violations, metadata::Metadata, nic::Mac};
+use super::{
+    Violations,
+    firewall::{self, Addresses},
+    metadata::Metadata,
+    nic::Mac,
+};
 
 /// Shortest and longest prefix of a network.
 pub const PREFIXES: std::ops::RangeInclusive<u8> = 16..=30;
@@ -17,8 +22,8 @@ pub const MAX_SERVERS: usize = 4;
 /// MTUs that a network can have, in bytes. Each host of an IPv4 network takes packets of 576 bytes (RFC 791).
 pub const MTUS: std::ops::RangeInclusive<u16> = 576..=9000;
 
-/// RFC 8200, 5.
-const LEAST_MTU_OF_IPV6: u16 = 1280;
+/// Least MTU of a network with IPv6, in bytes (RFC 8200, 5).
+pub const LEAST_MTU_OF_IPV6: u16 = 1280;
 
 /// Addresses with the same first bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -201,6 +206,8 @@ pub struct NetworkSpec {
     pub mtu: u16,
     /// Its IPv6 addresses, if it has any.
     pub net6: Option<Ipv6Net>,
+    /// Addresses beyond the node to which VMs open no connections, without nested ranges.
+    pub deny: Vec<Addresses>,
 }
 
 /// A network as a client asks for it.
@@ -232,7 +239,10 @@ impl NetworkSpec {
         };
         if !MTUS.contains(&mtu) {
             let (least, most) = (MTUS.start(), MTUS.end());
-            let wrong = format_args!("must be {least} to {most} bytes, or 0 for 1500, is {}", spec.mtu);
+            let wrong = format_args!(
+                "must be {least} to {most} bytes, or 0 for that of the node's default route, is {}",
+                spec.mtu
+            );
             found.add(format_args!("{field}.mtu"), wrong);
         }
         let net6 = match spec.ipv6_cidr.as_str() {
@@ -252,6 +262,7 @@ impl NetworkSpec {
             found.add(format_args!("{field}.ipv4Cidr"), missing);
         }
         let subnet = subnet(found, field, spec);
+        let deny = firewall::addresses(found, &format!("{field}.deny"), &spec.deny);
         (subnet.is_some() || net6.is_some()).then_some(Self {
             mode,
             subnet,
@@ -259,6 +270,7 @@ impl NetworkSpec {
             ntp,
             mtu,
             net6,
+            deny,
         })
     }
 }

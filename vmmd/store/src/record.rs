@@ -669,6 +669,9 @@ pub struct NetworkRecord {
     /// Revision in that run at its creation.
     #[prost(uint64, tag = "12")]
     pub made_revision: u64,
+    /// MTU in bytes where the spec has none; 0 for 1,500.
+    #[prost(uint32, tag = "13")]
+    pub mtu: u32,
     /// As of a VM.
     #[prost(message, repeated, tag = "20")]
     pub begun: Vec<RequestMark>,
@@ -718,6 +721,13 @@ pub struct PortRecord {
     /// Of the guest.
     #[prost(uint32, tag = "3")]
     pub guest_port: u32,
+    /// Upper half of the node's address that the port is of: IPv6, or IPv4 as an IPv4-mapped address (RFC 4291, 2.5.5.2). Both halves are 0
+    /// for all addresses.
+    #[prost(fixed64, tag = "4")]
+    pub address_high: u64,
+    /// Lower half of that address.
+    #[prost(fixed64, tag = "5")]
+    pub address_low: u64,
 }
 
 /// Life-cycle stage of a disk. The next daemon removes a record in a stage other than `Ready` with

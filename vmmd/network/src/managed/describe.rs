@@ -38,8 +38,11 @@ pub fn describe(seen: &SeenNetwork) -> v1::Network {
                 .map(|subnet| subnet.gateway.to_string())
                 .unwrap_or_default(),
             leases: leases.map(|lease| describe_lease(lease, net6)).collect(),
-            available_addresses: spec.map_or(0, |spec| pool::available(&spec, &record.leases, now)),
+            available_addresses: spec
+                .as_ref()
+                .map_or(0, |spec| pool::available(spec, &record.leases, now)),
             ipv6_gateway: net6.map(|net| net.gateway().to_string()).unwrap_or_default(),
+            mtu: spec.as_ref().map_or(0, |spec| spec.mtu.into()),
         }),
         spec: record.spec.clone(),
     }

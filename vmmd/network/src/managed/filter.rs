@@ -177,8 +177,8 @@ impl Plan {
     /// Ports of the node where datagrams lead elsewhere after the change.
     fn moved(&self) -> BTreeSet<u16> {
         let elements = self.removed.elements.iter().chain(&self.added.elements);
-        let ports = elements.filter_map(|element| match (element.set, element.key.as_slice()) {
-            (Set(_, "published4"), [Field::Protocol(Protocol::Udp), Field::Port(port)]) => Some(*port),
+        let ports = elements.filter_map(|element| match element.key.as_slice() {
+            [.., Field::Protocol(Protocol::Udp), Field::Port(port)] => Some(*port),
             _ => None,
         });
         ports.collect()
@@ -426,6 +426,7 @@ mod tests {
             node_port,
             guest_port: 80,
             udp: true,
+            ..PortRecord::default()
         };
         let with = |ports: &[u32]| LeaseRecord {
             ports: ports.iter().copied().map(port).collect(),

@@ -6,7 +6,11 @@ use std::net::Ipv4Addr;
 use uuid::Uuid;
 use vmmd_host::{failure::Failure, text};
 use vmmd_objects::registry::Kind as _;
-use vmmd_spec::{firewall::Firewall, network::NetworkMode, nic::PublishedPort};
+use vmmd_spec::{
+    firewall::Firewall,
+    network::NetworkMode,
+    nic::{PublishedPort, port_range},
+};
 use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
 use super::{
@@ -39,19 +43,20 @@ impl Networks {
         request: &Request<'_>,
     ) -> Result<(), Failure> {
         let record = self.find(network)?;
-        if self.check(&record, request).await.is_ok() {
+        if self.check(host, &record, request).await.is_ok() {
             return Ok(());
         }
         // A NIC that has just gone may still have it.
         let mut turn = self.turn.lock().await;
         self.free(host, &mut turn, network, request).await;
         let record = self.find(network)?;
-        self.check(&record, request).await.map(drop)
+        self.check(host, &record, request).await.map(drop)
     }
 
     /// The IPv4 address of a NIC in a network that has some; refused when another NIC has its address or MAC address, or another VM its ports.
     async fn check(
         &self,
+        host: Ports<'_>,
         record: &NetworkRecord,
         request: &Request<'_>,
     ) -> Result<Option<Ipv4Addr>, Failure> {
@@ -75,6 +80,7 @@ impl Networks {
             return Err(Failure::precondition("NOT_NAT", message));
         }
         no_mac_clash(record, request)?;
+        only_allowed_ports(host.publishable, request)?;
         self.no_port_clash(request)?;
         self.no_port_of_the_node(record, request)?;
         if !request.firewall.is_open() && !nft::tracks_bridges().await {
@@ -96,7 +102,7 @@ impl Networks {
         mut record: NetworkRecord,
         request: &Request<'_>,
     ) -> Result<String, Failure> {
-        let address = self.check(&record, request).await?;
+        let address = self.check(host, &record, request).await?;
         let (vm, now) = (request.vm.0.as_bytes(), text::now_ms());
         let lease = LeaseRecord {
             address: address.map_or(0, u32::from),
@@ -188,7 +194,7 @@ impl Networks {
         let vm = request.vm.0.as_bytes();
         let wanted: Vec<_> = request.ports.iter().map(PortRecord::from).collect();
         for (number, port) in wanted.iter().enumerate() {
-            if wanted.iter().take(number).any(|other| same_port(other, port)) {
+            if wanted.iter().take(number).any(|other| other.overlaps(port)) {
                 let message = format!(
                     "NIC \"{}\": {} of the node is published twice",
                     request.nic,
@@ -201,7 +207,7 @@ impl Networks {
         // Another NIC of the VM gives its port up: see `vacate`.
         let others = leases.filter(|lease| lease.released_ms == 0 && lease.vm != vm);
         for lease in others {
-            let clash = |port: &&PortRecord| wanted.iter().any(|wanted| same_port(wanted, port));
+            let clash = |port: &&PortRecord| wanted.iter().any(|wanted| wanted.overlaps(port));
             if let Some(port) = lease.ports.iter().find(clash) {
                 let message = format!(
                     "NIC \"{}\": {} of the node leads to NIC \"{}\" of VM \"{}\" already",
@@ -233,7 +239,7 @@ impl Networks {
         };
         for port in request.ports {
             let wanted = PortRecord::from(port);
-            if had.iter().any(|had| same_port(had, &wanted)) {
+            if had.contains(&wanted) {
                 continue;
             }
             if let Some(address) = listening::listens(port, &gateways).map_err(|error| failed(&error))? {
@@ -253,6 +259,24 @@ impl Networks {
 /// other leases of this VM are out of date, except of NICs that its machine has.
 fn keeps(request: &Request<'_>, lease: &LeaseRecord) -> bool {
     lease.vm != request.vm.0.as_bytes() || (request.plugged && lease.released_ms == 0)
+}
+
+/// Refuses ports that the node's configuration does not allow. `allowed` are ports and ranges; all when it is empty.
+fn only_allowed_ports(allowed: &[String], request: &Request<'_>) -> Result<(), Failure> {
+    let is_allowed = |port: u16| {
+        let mut ranges = allowed.iter().filter_map(|text| port_range(text));
+        allowed.is_empty() || ranges.any(|range| range.contains(&port))
+    };
+    let Some(port) = request.ports.iter().find(|port| !is_allowed(port.node_port)) else {
+        return Ok(());
+    };
+    let message = format!(
+        "NIC \"{}\": the node does not publish its port {}: choose one of {} (`published_ports` of the configuration)",
+        request.nic,
+        port.of_node(),
+        allowed.join(", ")
+    );
+    Err(Failure::precondition("PORT_NOT_ALLOWED", message))
 }
 
 /// Leases of other NICs in a network with the requested MAC address.
@@ -278,15 +302,15 @@ fn no_mac_clash(record: &NetworkRecord, request: &Request<'_>) -> Result<(), Fai
     Err(Failure::precondition("MAC_IN_USE", message))
 }
 
-/// Whether it is the same port of the node.
-fn same_port(one: &PortRecord, other: &PortRecord) -> bool {
-    (one.udp, one.node_port) == (other.udp, other.node_port)
-}
-
-/// "TCP port 8080".
+/// "TCP port 8080", or "TCP port 8080 at 192.0.2.1".
 fn in_words(port: &PortRecord) -> String {
     let protocol = if port.udp { "UDP" } else { "TCP" };
-    format!("{protocol} port {}", port.node_port)
+    let address = port.address().map(|address| format!(" at {address}"));
+    format!(
+        "{protocol} port {}{}",
+        port.node_port,
+        address.unwrap_or_default()
+    )
 }
 
 /// Takes the tap and the ports of the lease `new` from other NICs. A NIC that was behind its tap releases its address: it would be held to that address as
@@ -296,7 +320,7 @@ fn vacate(record: &mut NetworkRecord, new: &LeaseRecord, now: u64) {
         if loses_ports(lease, new) {
             lease
                 .ports
-                .retain(|port| !new.ports.iter().any(|wanted| same_port(wanted, port)));
+                .retain(|port| !new.ports.iter().any(|wanted| wanted.overlaps(port)));
         }
         if loses_tap(lease, new) {
             lease.released_ms = now;
@@ -313,7 +337,7 @@ fn loses_ports(lease: &LeaseRecord, new: &LeaseRecord) -> bool {
     lease.released_ms == 0
         && lease.vm == new.vm
         && lease.nic != new.nic
-        && ports.any(|port| new.ports.iter().any(|wanted| same_port(wanted, port)))
+        && ports.any(|port| new.ports.iter().any(|wanted| wanted.overlaps(port)))
 }
 
 #[cfg(test)]

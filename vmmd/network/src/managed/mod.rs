@@ -42,7 +42,7 @@ use vmmd_api::v1;
 use vmmd_spec::{
     Violations,
     firewall::Firewall,
-    network::{NetworkMode, NetworkSpec, NewNetwork, Subnet},
+    network::{LEAST_MTU_OF_IPV6, MTUS, NetworkMode, NetworkSpec, NewNetwork, Subnet},
     nic::{Mac, PublishedPort},
 };
 
@@ -327,6 +327,7 @@ impl Networks {
             labels: new.metadata.labels,
             annotations: new.metadata.annotations,
             owner: new.metadata.owner,
+            mtu: default_mtu(host, &new.spec).await,
             spec: wire.spec,
             begun: host.requests.mark(context).into_iter().collect(),
             ..NetworkRecord::default()
@@ -429,9 +430,28 @@ impl Networks {
     }
 }
 
+/// MTU of a new network without one of its own, in bytes: that of the node's default route, within the limits of networks.
+async fn default_mtu(host: Ports<'_>, spec: &NetworkSpec) -> u32 {
+    if spec.mode == NetworkMode::Isolated {
+        return 0;
+    }
+    let uplink = host.links.uplink_mtu().await.unwrap_or_else(|error| {
+        tracing::warn!(%error, "look for the default route");
+        None
+    });
+    let least = match spec.net6 {
+        Some(_) => LEAST_MTU_OF_IPV6,
+        None => *MTUS.start(),
+    };
+    uplink.map_or(0, |mtu| mtu.clamp(least.into(), (*MTUS.end()).into()))
+}
+
 /// The validated form of a network's spec; it was validated when it came.
 fn spec_of(record: &NetworkRecord) -> Option<NetworkSpec> {
-    let spec = record.spec.clone().unwrap_or_default();
+    let mut spec = record.spec.clone().unwrap_or_default();
+    if spec.mtu == 0 {
+        spec.mtu = record.mtu;
+    }
     NetworkSpec::new(&mut Violations::default(), "spec", &spec)
 }
 

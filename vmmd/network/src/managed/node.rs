@@ -586,6 +586,7 @@ pub(super) fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
         mode: spec.mode,
         net6: spec.net6,
         gateway: spec.subnet.map(|subnet| subnet.gateway),
+        deny: spec.deny,
     })
 }
 

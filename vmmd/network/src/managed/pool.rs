@@ -78,6 +78,7 @@ mod tests {
             ntp: Vec::new(),
             mtu: 1500,
             net6: None,
+            deny: Vec::new(),
         }
     }
 

@@ -427,7 +427,7 @@ pub fn router_solicitations(data: &[u8]) {
     for table in TABLES.iter() {
         assert_eq!(
             ra::advertisement(table, true).map(|message| message.len()),
-            Some(64)
+            Some(64 + 24 + 8 + (table.network.len() + 11).next_multiple_of(8))
         );
     }
     let (mut schedule, mut now, mut last) = (Schedule::default(), Instant::now(), None::<Instant>);
