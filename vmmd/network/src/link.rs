@@ -213,7 +213,7 @@ impl Links {
         ];
         let mut found = Vec::new();
         for mut version in all {
-            // Of the main table, whatever has made them.
+            // Routes of the main table from every origin.
             version.header.protocol = RouteProtocol::Unspec;
             let routes = self.handle.route().get(version).execute();
             tokio::pin!(routes);
