@@ -428,7 +428,7 @@ async fn denied_ranges_are_not_reached_and_change() {
     let send6 = |text| {
         guest
             .namespace
-            .send((&addresses[1], 7000), "fd00:99::2", &[7000], text)
+            .send((&addresses[1], 7000), "fd00:99::2", &[7000], text);
     };
     send("203.0.113.7", 7000, "denied");
     send6("denied");
