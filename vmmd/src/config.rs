@@ -17,6 +17,7 @@ use vmmd_host::{
     roots::Roots,
 };
 use vmmd_images::rules::ImportRules;
+use vmmd_spec::nic;
 
 mod clients;
 #[cfg(test)]
@@ -65,6 +66,8 @@ pub struct Config {
     /// The program that serves DHCP and DNS in managed networks. Default: `vmmd-netd` beside the daemon's own
     /// binary, or else `/usr/lib/vmmd/vmmd-netd`.
     pub netd: Option<PathBuf>,
+    /// Ports of the node that VMs may publish: `"443"`, `"20000-29999"`. Default: all.
+    pub published_ports: Vec<String>,
     /// The program that serves shares. Default: `virtiofsd` beside the `vmm`.
     pub virtiofsd: Option<PathBuf>,
     /// The device of KVM. Default `/dev/kvm`.
@@ -261,6 +264,7 @@ impl Default for Config {
             vmm: None,
             vmm_image: None,
             netd: None,
+            published_ports: Vec::new(),
             virtiofsd: None,
             kvm_device: "/dev/kvm".into(),
             cgroup: None,
@@ -380,6 +384,11 @@ impl Config {
             if let Err(problem) = policy.check() {
                 return refuse("sizing", &format!("number {number}: {problem}"));
             }
+        }
+        let is_range = |text: &&String| nic::port_range(text).is_some();
+        if let Some(wrong) = self.published_ports.iter().find(|text| !is_range(text)) {
+            let problem = format!("must be ports such as \"443\" or \"20000-29999\", is \"{wrong}\"");
+            return refuse("published_ports", &problem);
         }
         if let Err(problem) = self.roots.check() {
             return refuse("roots", problem);
@@ -514,6 +523,7 @@ mod tests {
             ),
             ("snapshots = { max_count = 1 }", "max_count"),
             ("roots = { disks = ['/srv', 'vm'] }", "roots"),
+            ("published_ports = ['80', '90-80']", "published_ports"),
             ("screen = { certificate = '/a' }", "`screen.key` must be given"),
             ("screen = { key = '/a' }", "`screen.certificate` must be given"),
             ("screen = { vnc = '[::]:5900', key = '/a' }", "screen.certificate"),

@@ -157,6 +157,7 @@ impl Host {
             events: &self.events,
             ledger: &self.ledger,
             cgroups: self.cgroups.as_ref(),
+            publishable: &self.config.published_ports,
             links: &self.links,
             networks: &self.networks,
             vms: &self.vms,

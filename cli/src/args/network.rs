@@ -33,19 +33,20 @@ const MODES: Words<NetworkMode> = &[
 Examples:
   vmmctl create network lan --cidr 10.80.0.0/24 --dns 10.0.0.53
   vmmctl create network both --cidr 10.82.0.0/24 --ipv6 fd00:82::/64
+  vmmctl create network six --ipv6 fd00:83::/64
   vmmctl create network backend --cidr 10.81.0.0/24 --mode isolated")]
 pub struct CreateNetwork {
     /// Name of the network
     #[arg(value_parser = disk_name)]
     pub name: String,
-    /// Addresses, a private range as in 10.80.0.0/24
-    #[arg(long, value_name = "RANGE")]
-    pub cidr: String,
+    /// IPv4 addresses, a private range as in 10.80.0.0/24; none when only --ipv6 is given
+    #[arg(long, value_name = "RANGE", required_unless_present = "ipv6")]
+    pub cidr: Option<String>,
     /// IPv6 addresses, a prefix of 64 bits as in fd00:80::/64; none when not given
     #[arg(long, value_name = "PREFIX")]
     pub ipv6: Option<String>,
     /// Address of the node, the gateway of the VMs; the first address when not given
-    #[arg(long, value_name = "ADDRESS")]
+    #[arg(long, value_name = "ADDRESS", requires = "cidr")]
     pub gateway: Option<String>,
     /// Reachability of the VMs
     #[arg(long, value_parser = words(MODES), default_value = "nat")]
@@ -56,9 +57,12 @@ pub struct CreateNetwork {
     /// NTP server to announce to VMs; repeat the option for several
     #[arg(long = "ntp", value_name = "ADDRESS")]
     pub ntp: Vec<String>,
-    /// Largest packet in bytes; 1500 when not given
+    /// Largest packet in bytes; that of the node's default route when not given
     #[arg(long, value_name = "BYTES")]
     pub mtu: Option<u32>,
+    /// Addresses that VMs do not reach beyond the node, as in 192.0.2.0/24 or 2001:db8::/32; repeat the option for several
+    #[arg(long, value_name = "RANGE")]
+    pub deny: Vec<String>,
     /// Label of the network
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,
@@ -88,6 +92,10 @@ pub struct UpdateNetwork {
     /// "none" removes all
     #[arg(long = "ntp", value_name = "ADDRESS|none")]
     pub ntp: Vec<String>,
+    /// Addresses that VMs do not reach beyond the node, in place of the present ones; repeat the option for several.
+    /// "none" removes all
+    #[arg(long, value_name = "RANGE|none")]
+    pub deny: Vec<String>,
     /// Label to set or to remove
     #[arg(short, long = "label", value_name = "KEY=VALUE|KEY-")]
     pub labels: Vec<LabelChange>,

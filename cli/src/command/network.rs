@@ -14,9 +14,12 @@ pub async fn create(client: &Client, args: &CreateNetwork) -> Result<()> {
     let answer = send!(client.limit(WORK), client.networks, create_network, request(args)).await?;
     let network = answer.network.ok_or_else(empty_answer)?;
     let status = network.status.unwrap_or_default();
+    let gateways = [status.gateway, status.ipv6_gateway];
     output::line(format!(
         "network/{} created, gateway {} on {}",
-        args.name, status.gateway, status.bridge
+        args.name,
+        output::network::both(gateways),
+        status.bridge
     ))
 }
 
@@ -60,11 +63,15 @@ fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
         spec.ntp_servers = servers(&args.ntp, "none");
         paths.push("spec.ntp_servers");
     }
+    if !args.deny.is_empty() {
+        spec.deny = servers(&args.deny, "none");
+        paths.push("spec.deny");
+    }
     if !args.labels.is_empty() {
         paths.push("metadata.labels");
     }
     if paths.is_empty() {
-        let message = "no change is given: use --mode, --dns, --ntp or -l";
+        let message = "no change is given: use --mode, --dns, --ntp, --deny or -l";
         return Err(Failure::new(Code::Usage, message));
     }
     Ok(v1::UpdateNetworkRequest {
@@ -80,6 +87,7 @@ fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
     })
 }
 
+/// The texts of a list; none when it is the word `none` alone.
 fn servers(given: &[String], none: &str) -> Vec<String> {
     match given {
         [only] if only == none => Vec::new(),
@@ -93,12 +101,13 @@ fn request(args: &CreateNetwork) -> v1::CreateNetworkRequest {
             metadata: super::metadata(&args.name, &args.labels),
             spec: Some(v1::NetworkSpec {
                 mode: args.mode.into(),
-                ipv4_cidr: args.cidr.clone(),
+                ipv4_cidr: args.cidr.clone().unwrap_or_default(),
                 ipv4_gateway: args.gateway.clone().unwrap_or_default(),
                 dns_servers: args.dns.clone(),
                 ntp_servers: args.ntp.clone(),
                 mtu: args.mtu.unwrap_or_default(),
                 ipv6_cidr: args.ipv6.clone().unwrap_or_default(),
+                deny: args.deny.clone(),
             }),
             status: None,
         }),

@@ -108,18 +108,30 @@ fn drop_empty(limit: &mut Option<v1::RateLimit>) {
     *limit = limit.filter(|limit| limit.bytes_per_second != 0 || limit.operations_per_second != 0);
 }
 
-/// A port from `8080:80/tcp`, `8080:80` or `8080`.
+/// Ports from `8080:80/tcp`, `8080:80`, `8080`, `8000-8010:80` or `192.0.2.1:8080:80`. An IPv6 address is in brackets.
 fn published(text: &str) -> Result<v1::PublishedPort, String> {
     let (ports, protocol) = match text.split_once('/') {
         None | Some((_, "tcp")) => (text.trim_end_matches("/tcp"), v1::PortProtocol::Tcp),
         Some((ports, "udp")) => (ports, v1::PortProtocol::Udp),
         Some(_) => return Err("the protocol must be tcp or udp".to_owned()),
     };
-    let (node, guest) = ports.split_once(':').unwrap_or((ports, ports));
+    let bracketed = ports.strip_prefix('[').and_then(|rest| rest.split_once("]:"));
+    let (address, ports) = match bracketed.or_else(|| ports.split_once(':')) {
+        Some((address, ports)) if address.contains(['.', ':']) => (address, ports),
+        _ => ("", ports),
+    };
+    let (node, guest) = ports.split_once(':').unwrap_or((ports, ""));
+    let (first, last) = node.split_once('-').unwrap_or((node, ""));
+    let guest = match guest {
+        "" => first,
+        guest => guest,
+    };
     Ok(v1::PublishedPort {
         protocol: protocol.into(),
-        node_port: number(node)?,
+        node_port: number(first)?,
         guest_port: number(guest)?,
+        address: address.to_owned(),
+        last_node_port: if last.is_empty() { 0 } else { number(last)? },
     })
 }
 
@@ -154,6 +166,28 @@ mod tests {
             (10 << 20, 5000)
         );
         assert_eq!(nic.transmit_limit.unwrap().operations_per_second, 100);
+    }
+
+    #[test]
+    fn published_ports_have_addresses_and_ranges() {
+        for (text, expected) in [
+            ("8080", ("", 8080, 0, 8080)),
+            ("8000-8010:80", ("", 8000, 8010, 80)),
+            ("192.0.2.1:8080:80", ("192.0.2.1", 8080, 0, 80)),
+            ("192.0.2.1:8080", ("192.0.2.1", 8080, 0, 8080)),
+            ("[2001:db8::1]:53-54", ("2001:db8::1", 53, 54, 53)),
+        ] {
+            let port = published(text).unwrap();
+            let found = (
+                port.address.as_str(),
+                port.node_port,
+                port.last_node_port,
+                port.guest_port,
+            );
+            assert_eq!(found, expected, "{text}");
+        }
+        assert!(published("8000-:80").is_ok_and(|port| port.last_node_port == 0));
+        assert!(published("a-b").is_err() && published("192.0.2.1:").is_err());
     }
 
     #[test]

@@ -34,8 +34,8 @@ impl Show for v1::Network {
             self.name().to_owned(),
             if status.ready { "yes" } else { "no" }.to_owned(),
             mode(&spec),
-            spec.ipv4_cidr,
-            status.gateway,
+            both([spec.ipv4_cidr, spec.ipv6_cidr]),
+            both([status.gateway, status.ipv6_gateway]),
             status.leases.len().to_string(),
             status.available_addresses.to_string(),
             status.bridge,
@@ -45,20 +45,22 @@ impl Show for v1::Network {
     fn describe(&self, now: jiff::Timestamp) -> String {
         let spec = self.spec.clone().unwrap_or_default();
         let status = self.status.clone().unwrap_or_default();
-        let mtu = if spec.mtu == 0 { 1500 } else { spec.mtu };
         let mut text = Lines::default();
         text.metadata(self.metadata.as_ref(), true, now);
         text.put("Mode", &mode(&spec));
-        text.put(
-            "Addresses",
-            &format!("{} ({} free)", spec.ipv4_cidr, status.available_addresses),
-        );
+        if !spec.ipv4_cidr.is_empty() {
+            text.put(
+                "Addresses",
+                &format!("{} ({} free)", spec.ipv4_cidr, status.available_addresses),
+            );
+        }
         text.put("Gateway", &status.gateway);
         text.put("IPv6 addresses", &spec.ipv6_cidr);
         text.put("IPv6 gateway", &status.ipv6_gateway);
         text.put("DNS", &spec.dns_servers.join(", "));
         text.put("NTP", &spec.ntp_servers.join(", "));
-        text.put("MTU", &mtu.to_string());
+        text.put("MTU", &status.mtu.to_string());
+        text.put("Denied", &spec.deny.join(", "));
         text.put("Bridge", &status.bridge);
         text.put("Ready", if status.ready { "yes" } else { "no" });
         text.put("Problem", &status.message);
@@ -71,7 +73,7 @@ impl Show for v1::Network {
                     time => when(time.as_ref(), now),
                 };
                 vec![
-                    lease.address.clone(),
+                    both([lease.address.clone(), lease.ipv6_address.clone()]),
                     lease.vm.clone(),
                     lease.nic.clone(),
                     lease.mac.clone(),
@@ -82,6 +84,12 @@ impl Show for v1::Network {
         text.list("Leases", vec!["ADDRESS", "VM", "NIC", "MAC", "RELEASED"], &rows);
         text.0
     }
+}
+
+/// Texts of IPv4 and of IPv6, each of which may be empty: "10.80.0.1,fd00:80::1".
+pub fn both(texts: [String; 2]) -> String {
+    let given: Vec<_> = texts.into_iter().filter(|text| !text.is_empty()).collect();
+    given.join(",")
 }
 
 fn mode(spec: &v1::NetworkSpec) -> String {

@@ -1,7 +1,12 @@
 //! Validated rules of a NIC's firewall. Ranges are merged, because the packet filter refuses
 //! overlapping ranges.
 
-use std::{fmt, net::Ipv4Addr, ops::RangeInclusive, str::FromStr};
+use std::{
+    fmt,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    ops::RangeInclusive,
+    str::FromStr,
+};
 
 use vmmd_api::v1;
 
@@ -43,29 +48,49 @@ pub enum RuleProtocol {
     Icmp,
 }
 
-/// IPv4 addresses with the same first bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// IPv4 or IPv6 addresses with the same first bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Addresses {
     /// The first one.
-    pub first: Ipv4Addr,
-    /// How many bits are the same, up to 32.
+    pub first: IpAddr,
+    /// How many bits are the same, up to 32 or 128.
     pub prefix: u8,
 }
 
 /// Why a text says no addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("must be an IPv4 address, or a range such as 192.0.2.0/24 without bits behind its prefix")]
+#[error(
+    "must be an address, or a range such as 192.0.2.0/24 or 2001:db8::/32 without bits behind its prefix"
+)]
 pub struct InvalidAddresses;
 
 impl Addresses {
-    fn mask(prefix: u8) -> u32 {
-        u32::MAX.checked_shl(32 - u32::from(prefix)).unwrap_or(0)
+    /// The bits of an address from the highest one of 128 on, and their number.
+    fn bits(address: IpAddr) -> (u128, u8) {
+        match address {
+            IpAddr::V4(address) => (u128::from(address.to_bits()) << 96, 32),
+            IpAddr::V6(address) => (address.to_bits(), 128),
+        }
+    }
+
+    fn mask(prefix: u8) -> u128 {
+        u128::MAX.checked_shl(128 - u32::from(prefix)).unwrap_or(0)
+    }
+
+    /// The last one.
+    pub fn last(self) -> IpAddr {
+        let (bits, _) = Self::bits(self.first);
+        let last = bits | !Self::mask(self.prefix);
+        match self.first {
+            IpAddr::V4(_) => Ipv4Addr::from_bits(u32::try_from(last >> 96).unwrap_or(u32::MAX)).into(),
+            IpAddr::V6(_) => Ipv6Addr::from_bits(last).into(),
+        }
     }
 
     /// Whether all of the other's are its own.
     fn has(self, other: Self) -> bool {
-        self.prefix <= other.prefix
-            && u32::from(other.first) & Self::mask(self.prefix) == u32::from(self.first)
+        let (own, others) = (Self::bits(self.first), Self::bits(other.first));
+        own.1 == others.1 && self.prefix <= other.prefix && others.0 & Self::mask(self.prefix) == own.0
     }
 }
 
@@ -73,10 +98,14 @@ impl FromStr for Addresses {
     type Err = InvalidAddresses;
 
     fn from_str(text: &str) -> Result<Self, InvalidAddresses> {
-        let (address, prefix) = text.split_once('/').unwrap_or((text, "32"));
-        let first: Ipv4Addr = address.parse().map_err(|_| InvalidAddresses)?;
-        let prefix: u8 = prefix.parse().map_err(|_| InvalidAddresses)?;
-        if prefix > 32 || u32::from(first) & !Self::mask(prefix) != 0 {
+        let (address, prefix) = match text.split_once('/') {
+            Some((address, prefix)) => (address, Some(prefix)),
+            None => (text, None),
+        };
+        let first: IpAddr = address.parse().map_err(|_| InvalidAddresses)?;
+        let (bits, length) = Self::bits(first);
+        let prefix = prefix.map_or(Ok(length), |prefix| prefix.parse().map_err(|_| InvalidAddresses))?;
+        if prefix > length || bits & !Self::mask(prefix) != 0 {
             return Err(InvalidAddresses);
         }
         Ok(Self { first, prefix })
@@ -160,16 +189,22 @@ fn too_many(found: &mut Violations, field: &str, number: usize) -> bool {
     number > MAX_RULES
 }
 
-fn rule(found: &mut Violations, field: &str, wire: &v1::NicRule) -> Rule {
+/// Validates addresses and ranges, at most [`MAX_RULES`]; `field` is their path. Nested ranges are left out.
+pub(super) fn addresses(found: &mut Violations, field: &str, texts: &[String]) -> Vec<Addresses> {
     let mut addresses = Vec::new();
-    if !too_many(found, &format!("{field}.addresses"), wire.addresses.len()) {
-        for (index, text) in wire.addresses.iter().enumerate() {
+    if !too_many(found, field, texts.len()) {
+        for (index, text) in texts.iter().enumerate() {
             match text.parse() {
                 Ok(one) => addresses.push(one),
-                Err(error) => found.add(format_args!("{field}.addresses[{index}]"), error),
+                Err(error) => found.add(format_args!("{field}[{index}]"), error),
             }
         }
     }
+    without_nested(&addresses)
+}
+
+fn rule(found: &mut Violations, field: &str, wire: &v1::NicRule) -> Rule {
+    let addresses = self::addresses(found, &format!("{field}.addresses"), &wire.addresses);
     let protocol = match v1::RuleProtocol::try_from(wire.protocol) {
         Ok(v1::RuleProtocol::Unspecified) => RuleProtocol::Any,
         Ok(v1::RuleProtocol::Tcp) => RuleProtocol::Tcp,
@@ -193,7 +228,7 @@ fn rule(found: &mut Violations, field: &str, wire: &v1::NicRule) -> Rule {
         }
     }
     Rule {
-        addresses: without_nested(&addresses),
+        addresses,
         protocol,
         ports: merged(ports),
     }
@@ -298,6 +333,23 @@ mod tests {
             ["10.0.0.0/8", "192.0.2.0/24"]
         );
         assert_eq!(addresses(&["0.0.0.0/0", "10.1.2.3"]), ["0.0.0.0/0"]);
+        assert_eq!(
+            addresses(&["fd00::/16", "a00::1", "10.0.0.1", "fd00:80::5"]),
+            ["fd00::/16", "a00::1/128", "10.0.0.1/32"]
+        );
+    }
+
+    #[test]
+    fn range_ends_with_its_last_address() {
+        for (range, last) in [
+            ("10.0.0.0/8", "10.255.255.255"),
+            ("0.0.0.0/0", "255.255.255.255"),
+            ("192.0.2.1", "192.0.2.1"),
+            ("fd00:80::/64", "fd00:80::ffff:ffff:ffff:ffff"),
+        ] {
+            let range: Addresses = range.parse().unwrap();
+            assert_eq!(range.last().to_string(), last);
+        }
     }
 
     #[test]
@@ -325,10 +377,17 @@ mod tests {
                 refused(tcp(&[wrong])).starts_with("firewall.ingress.allow[0].ports[0]: must be 1 to 65535")
             );
         }
-        for wrong in ["10.0.0.1/8", "10.0.0.0/33", "fd00::1", "", "10.0.0.0/"] {
+        for wrong in [
+            "10.0.0.1/8",
+            "10.0.0.0/33",
+            "fd00::1/64",
+            "fd00::/129",
+            "",
+            "10.0.0.0/",
+        ] {
             let said = refused(from(&["10.0.0.0/8", wrong]));
             assert!(
-                said.starts_with("firewall.ingress.allow[0].addresses[1]: must be an IPv4 address"),
+                said.starts_with("firewall.ingress.allow[0].addresses[1]: must be an address"),
                 "{said}"
             );
         }

@@ -2,13 +2,18 @@
 
 use std::{
     fmt,
-    net::{Ipv4Addr, Ipv6Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
     str::FromStr,
 };
 
 use vmmd_api::v1;
 
-use super::{Violations, metadata::Metadata, nic::Mac};
+use super::{
+    Violations,
+    firewall::{self, Addresses},
+    metadata::Metadata,
+    nic::Mac,
+};
 
 /// Shortest and longest prefix of a network.
 pub const PREFIXES: std::ops::RangeInclusive<u8> = 16..=30;
@@ -17,8 +22,8 @@ pub const MAX_SERVERS: usize = 4;
 /// MTUs that a network can have, in bytes. Each host of an IPv4 network takes packets of 576 bytes (RFC 791).
 pub const MTUS: std::ops::RangeInclusive<u16> = 576..=9000;
 
-/// RFC 8200, 5.
-const LEAST_MTU_OF_IPV6: u16 = 1280;
+/// Least MTU of a network with IPv6, in bytes (RFC 8200, 5).
+pub const LEAST_MTU_OF_IPV6: u16 = 1280;
 
 /// Addresses with the same first bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -177,23 +182,32 @@ pub enum NetworkMode {
     Routed,
 }
 
-/// Specification of a network.
+/// IPv4 addresses of a network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Subnet {
+    /// All of them.
+    pub net: Ipv4Net,
+    /// The node's own.
+    pub gateway: Ipv4Addr,
+}
+
+/// Specification of a network. It has IPv4 addresses, or IPv6 addresses, or both.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetworkSpec {
     /// Who reaches whom.
     pub mode: NetworkMode,
-    /// Its addresses.
-    pub net: Ipv4Net,
-    /// The node's own.
-    pub gateway: Ipv4Addr,
+    /// Its IPv4 addresses, if it has any.
+    pub subnet: Option<Subnet>,
     /// Name servers that are asked for names outside the network; those of the node when empty.
-    pub dns: Vec<Ipv4Addr>,
+    pub dns: Vec<IpAddr>,
     /// NTP servers announced to VMs.
     pub ntp: Vec<Ipv4Addr>,
     /// One of [`MTUS`].
     pub mtu: u16,
     /// Its IPv6 addresses, if it has any.
     pub net6: Option<Ipv6Net>,
+    /// Addresses beyond the node to which VMs open no connections, without nested ranges.
+    pub deny: Vec<Addresses>,
 }
 
 /// A network as a client asks for it.
@@ -217,15 +231,18 @@ impl NetworkSpec {
             v1::NetworkMode::Isolated => NetworkMode::Isolated,
             v1::NetworkMode::Routed => NetworkMode::Routed,
         };
-        let dns = servers(found, &format!("{field}.dnsServers"), &spec.dns_servers);
-        let ntp = servers(found, &format!("{field}.ntpServers"), &spec.ntp_servers);
+        let dns = servers(found, &format!("{field}.dnsServers"), &spec.dns_servers, "IP");
+        let ntp = servers(found, &format!("{field}.ntpServers"), &spec.ntp_servers, "IPv4");
         let mtu = match spec.mtu {
             0 => 1500,
             mtu => u16::try_from(mtu).unwrap_or(0),
         };
         if !MTUS.contains(&mtu) {
             let (least, most) = (MTUS.start(), MTUS.end());
-            let wrong = format_args!("must be {least} to {most} bytes, or 0 for 1500, is {}", spec.mtu);
+            let wrong = format_args!(
+                "must be {least} to {most} bytes, or 0 for that of the node's default route, is {}",
+                spec.mtu
+            );
             found.add(format_args!("{field}.mtu"), wrong);
         }
         let net6 = match spec.ipv6_cidr.as_str() {
@@ -240,31 +257,54 @@ impl NetworkSpec {
             let wrong = format_args!("must be at least {LEAST_MTU_OF_IPV6} bytes with IPv6, is {mtu}");
             found.add(format_args!("{field}.mtu"), wrong);
         }
-        let net = spec.ipv4_cidr.parse::<Ipv4Net>();
-        let net = net
-            .map_err(|error| found.add(format_args!("{field}.ipv4Cidr"), error))
-            .ok()?;
-        let gateway = match spec.ipv4_gateway.as_str() {
-            "" => net.hosts().next(),
-            text => text.parse().ok().filter(|address| net.has_host(*address)),
-        };
-        if gateway.is_none() {
-            let wrong = format_args!("must be an address of a host in {net}");
-            found.add(format_args!("{field}.ipv4Gateway"), wrong);
+        if spec.ipv4_cidr.is_empty() && spec.ipv6_cidr.is_empty() {
+            let missing = "must be given, as 10.80.0.0/24, or `ipv6Cidr`, as fd00:80::/64, or both";
+            found.add(format_args!("{field}.ipv4Cidr"), missing);
         }
-        Some(Self {
+        let subnet = subnet(found, field, spec);
+        let deny = firewall::addresses(found, &format!("{field}.deny"), &spec.deny);
+        (subnet.is_some() || net6.is_some()).then_some(Self {
             mode,
-            net,
-            gateway: gateway.unwrap_or(net.first()),
+            subnet,
             dns,
             ntp,
             mtu,
             net6,
+            deny,
         })
     }
 }
 
-fn servers(found: &mut Violations, field: &str, texts: &[String]) -> Vec<Ipv4Addr> {
+fn subnet(found: &mut Violations, field: &str, spec: &v1::NetworkSpec) -> Option<Subnet> {
+    if spec.ipv4_cidr.is_empty() {
+        if !spec.ipv4_gateway.is_empty() {
+            found.add(
+                format_args!("{field}.ipv4Gateway"),
+                "is for a network with `ipv4Cidr`",
+            );
+        }
+        return None;
+    }
+    let net = spec.ipv4_cidr.parse::<Ipv4Net>();
+    let net = net
+        .map_err(|error| found.add(format_args!("{field}.ipv4Cidr"), error))
+        .ok()?;
+    let gateway = match spec.ipv4_gateway.as_str() {
+        "" => net.hosts().next(),
+        text => text.parse().ok().filter(|address| net.has_host(*address)),
+    };
+    if gateway.is_none() {
+        let wrong = format_args!("must be an address of a host in {net}");
+        found.add(format_args!("{field}.ipv4Gateway"), wrong);
+    }
+    Some(Subnet {
+        net,
+        gateway: gateway.unwrap_or(net.first()),
+    })
+}
+
+/// Addresses of a `kind`.
+fn servers<A: FromStr>(found: &mut Violations, field: &str, texts: &[String], kind: &str) -> Vec<A> {
     if texts.len() > MAX_SERVERS {
         found.add(field, format_args!("at most {MAX_SERVERS}, are {}", texts.len()));
         return Vec::new();
@@ -273,7 +313,10 @@ fn servers(found: &mut Violations, field: &str, texts: &[String]) -> Vec<Ipv4Add
     let parsed = numbered.filter_map(|(index, text)| {
         let address = text.parse().ok();
         if address.is_none() {
-            found.add(format_args!("{field}[{index}]"), "must be an IPv4 address");
+            found.add(
+                format_args!("{field}[{index}]"),
+                format_args!("must be an {kind} address"),
+            );
         }
         address
     });
@@ -364,6 +407,31 @@ mod tests {
         ] {
             assert!(problems.contains(field), "{field}: {problems}");
         }
+    }
+
+    #[test]
+    fn network_has_addresses_of_at_least_one_family() {
+        let validated = |ipv4: &str, gateway: &str, ipv6: &str| {
+            let mut found = Violations::default();
+            let wire = v1::NetworkSpec {
+                ipv4_cidr: ipv4.into(),
+                ipv4_gateway: gateway.into(),
+                ipv6_cidr: ipv6.into(),
+                dns_servers: vec!["2001:db8::53".into()],
+                ..v1::NetworkSpec::default()
+            };
+            let spec = NetworkSpec::new(&mut found, "spec", &wire);
+            (spec.map(|spec| spec.subnet.is_some()), found.to_string())
+        };
+        assert_eq!(validated("", "", "fd00:80::/64"), (Some(false), String::new()));
+        assert_eq!(validated("10.80.0.0/24", "", ""), (Some(true), String::new()));
+        let (none, said) = validated("", "", "");
+        assert!(
+            none.is_none() && said.contains("spec.ipv4Cidr: must be given"),
+            "{said}"
+        );
+        let (_, said) = validated("", "10.80.0.1", "fd00:80::/64");
+        assert!(said.contains("spec.ipv4Gateway: is for a network with"), "{said}");
     }
 
     #[test]

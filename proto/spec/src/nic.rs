@@ -1,6 +1,11 @@
 //! Properties of NICs: MAC addresses, queues, offloads.
 
-use std::{fmt, net::Ipv4Addr, str::FromStr};
+use std::{
+    fmt,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    ops::RangeInclusive,
+    str::FromStr,
+};
 
 use vmmd_api::v1;
 
@@ -80,6 +85,8 @@ pub struct PublishedPort {
     pub node_port: u16,
     /// Port of the guest, not 0.
     pub guest_port: u16,
+    /// The node's address that the port is of; all when there is none.
+    pub address: Option<IpAddr>,
 }
 
 impl PublishedPort {
@@ -89,12 +96,22 @@ impl PublishedPort {
             Protocol::Tcp => "tcp",
             Protocol::Udp => "udp",
         };
-        format!("{}/{protocol}", self.node_port)
+        match self.address {
+            Some(address) => format!("{}/{protocol}", SocketAddr::new(address, self.node_port)),
+            None => format!("{}/{protocol}", self.node_port),
+        }
     }
 }
 
 /// Most ports of the node that lead to a NIC.
-pub const MAX_PORTS: usize = 64;
+pub const MAX_PORTS: usize = 256;
+
+/// Ports from "80" or "8000-8010"; none of them is 0.
+pub fn port_range(text: &str) -> Option<RangeInclusive<u16>> {
+    let (first, last) = text.split_once('-').unwrap_or((text, text));
+    let range = first.parse().ok()?..=last.parse().ok()?;
+    (*range.start() != 0 && !range.is_empty()).then_some(range)
+}
 
 /// Validates the fields of a NIC in a network of the node; `field` is its path.
 pub(super) fn in_network(
@@ -114,18 +131,21 @@ pub(super) fn in_network(
             address
         }
     };
-    if nic.published_ports.len() > MAX_PORTS {
-        let wrong = format_args!("at most {MAX_PORTS}, are {}", nic.published_ports.len());
+    let length = |port: &v1::PublishedPort| u64::from(port.last_node_port.saturating_sub(port.node_port)) + 1;
+    let together: u64 = nic.published_ports.iter().map(length).sum();
+    if together > MAX_PORTS as u64 {
+        let wrong = format_args!("at most {MAX_PORTS} ports, are {together}");
         found.add(format_args!("{field}.publishedPorts"), wrong);
         return (address, Vec::new(), firewall);
     }
     let numbered = nic.published_ports.iter().enumerate();
-    let ports =
-        numbered.map(|(index, port)| published(found, &format!("{field}.publishedPorts[{index}]"), port));
+    let ports = numbered
+        .flat_map(|(index, port)| published(found, &format!("{field}.publishedPorts[{index}]"), port));
     (address, ports.collect(), firewall)
 }
 
-fn published(found: &mut Violations, field: &str, wire: &v1::PublishedPort) -> PublishedPort {
+/// Each port of an entry.
+fn published(found: &mut Violations, field: &str, wire: &v1::PublishedPort) -> Vec<PublishedPort> {
     let mut port = |name: &str, value: u32| {
         let port = u16::try_from(value).unwrap_or(0);
         if port == 0 {
@@ -147,11 +167,40 @@ fn published(found: &mut Violations, field: &str, wire: &v1::PublishedPort) -> P
         }
         v1::PortProtocol::Unspecified | v1::PortProtocol::Tcp => Protocol::Tcp,
     };
-    PublishedPort {
+    let address = match wire.address.as_str() {
+        "" => None,
+        text => {
+            let address = text.parse().ok();
+            let address = address.filter(|address: &IpAddr| {
+                !address.is_loopback() && !address.is_unspecified() && !address.is_multicast()
+            });
+            if address.is_none() {
+                let wrong = "must be an address of the node, and not one of its loopback interface; all addresses when empty";
+                found.add(format_args!("{field}.address"), wrong);
+            }
+            address
+        }
+    };
+    let last = match wire.last_node_port {
+        0 => node_port,
+        last => u16::try_from(last).unwrap_or(0),
+    };
+    let more = last.checked_sub(node_port);
+    let Some(more) = more.filter(|more| guest_port.checked_add(*more).is_some()) else {
+        let wrong = format_args!(
+            "must be {} to 65535, and leave the guest's ports below 65536, is {}",
+            wire.node_port, wire.last_node_port
+        );
+        found.add(format_args!("{field}.lastNodePort"), wrong);
+        return Vec::new();
+    };
+    let ports = (0..=more).map(|number| PublishedPort {
         protocol,
-        node_port,
-        guest_port,
-    }
+        node_port: node_port.saturating_add(number),
+        guest_port: guest_port.saturating_add(number),
+        address,
+    });
+    ports.collect()
 }
 
 /// Records violations for fields that are only valid for a NIC in a network of the node.
@@ -257,5 +306,90 @@ impl fmt::Display for Mac {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, d, e, g] = self.0;
         write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn validated(port: v1::PublishedPort) -> Result<Vec<String>, String> {
+        let mut found = Violations::default();
+        let nic = v1::NicSpec {
+            published_ports: vec![port],
+            ..v1::NicSpec::default()
+        };
+        let (_, ports, _) = in_network(&mut found, "nic", &nic);
+        match found.0.first() {
+            Some(violation) => Err(format!("{}: {}", violation.field, violation.description)),
+            None => Ok(ports
+                .iter()
+                .map(|port| format!("{}:{}", port.of_node(), port.guest_port))
+                .collect()),
+        }
+    }
+
+    fn range(node_port: u32, last_node_port: u32, guest_port: u32) -> v1::PublishedPort {
+        v1::PublishedPort {
+            node_port,
+            last_node_port,
+            guest_port,
+            ..v1::PublishedPort::default()
+        }
+    }
+
+    #[test]
+    fn range_of_ports_is_its_ports() {
+        assert_eq!(validated(range(80, 0, 0)).unwrap(), ["80/tcp:80"]);
+        assert_eq!(
+            validated(range(8000, 8002, 80)).unwrap(),
+            ["8000/tcp:80", "8001/tcp:81", "8002/tcp:82"]
+        );
+        let bound = v1::PublishedPort {
+            address: "2001:db8::1".into(),
+            protocol: v1::PortProtocol::Udp.into(),
+            ..range(53, 0, 0)
+        };
+        assert_eq!(validated(bound).unwrap(), ["[2001:db8::1]:53/udp:53"]);
+    }
+
+    #[test]
+    fn wrong_ports_are_refused_with_their_field() {
+        for (port, expected) in [
+            (
+                range(8000, 7999, 0),
+                "nic.publishedPorts[0].lastNodePort: must be 8000",
+            ),
+            (range(8000, 8001, 65_535), "nic.publishedPorts[0].lastNodePort"),
+            (range(8000, 70_000, 0), "nic.publishedPorts: at most 256 ports"),
+            (
+                range(8000, 8256, 0),
+                "nic.publishedPorts: at most 256 ports, are 257",
+            ),
+            (range(0, 0, 0), "nic.publishedPorts[0].nodePort: must be 1"),
+        ] {
+            let said = validated(port).unwrap_err();
+            assert!(said.starts_with(expected), "{said}");
+        }
+        for address in ["127.0.0.1", "::1", "0.0.0.0", "ff02::1", "node"] {
+            let bound = v1::PublishedPort {
+                address: address.into(),
+                ..range(80, 0, 0)
+            };
+            let said = validated(bound).unwrap_err();
+            assert!(
+                said.starts_with("nic.publishedPorts[0].address: must be"),
+                "{said}"
+            );
+        }
+    }
+
+    #[test]
+    fn range_is_one_port_or_two() {
+        assert_eq!(port_range("80"), Some(80..=80));
+        assert_eq!(port_range("8000-8010"), Some(8000..=8010));
+        for wrong in ["", "0", "0-80", "81-80", "80-", "80-70000", "all"] {
+            assert_eq!(port_range(wrong), None, "{wrong}");
+        }
     }
 }

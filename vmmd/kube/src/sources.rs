@@ -382,16 +382,17 @@ pub fn of_node(vm: &v1::Vm, allowed: &Allowed) -> Option<String> {
     let nics = spec.nics.iter().enumerate();
     let nics =
         nics.filter(|(_, nic)| !matches!(nic.attachment, Some(v1::nic_spec::Attachment::Network(_)) | None));
-    let port = |port: &v1::PublishedPort| u16::try_from(port.node_port).ok();
     let is_allowed = |number| {
-        allowed
-            .ports
-            .as_ref()
-            .is_some_and(|ports| ports.contains(&number))
+        let ports = allowed.ports.as_ref();
+        ports.is_some_and(|ports| u16::try_from(number).is_ok_and(|number| ports.contains(&number)))
+    };
+    // All ports of a range.
+    let is_allowed = |port: &v1::PublishedPort| {
+        is_allowed(port.node_port) && is_allowed(port.last_node_port.max(port.node_port))
     };
     let ports = spec.nics.iter().enumerate().flat_map(|(index, nic)| {
         let of = nic.published_ports.iter().enumerate();
-        let refused = of.filter(|(_, one)| !port(one).is_some_and(is_allowed));
+        let refused = of.filter(|(_, one)| !is_allowed(one));
         refused.map(move |(number, _)| format!("nics[{index}].publishedPorts[{number}]"))
     });
     let mut fields = kernel

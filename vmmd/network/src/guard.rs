@@ -15,7 +15,7 @@ pub struct Guard {
     /// A bit of the packet's mark, which the packet filter sets.
     pub mark: u32,
     /// The only destinations besides groups and the link, in a network without a way out.
-    pub only: Option<(Ipv4Addr, Option<Ipv6Addr>)>,
+    pub only: Option<(Option<Ipv4Addr>, Option<Ipv6Addr>)>,
 }
 
 /// Conditions for frames to a guest: they have this bit of the mark, or are the node's own. A bridge does not change the type of a
@@ -88,7 +88,13 @@ impl Guard {
             (EQUAL, ARP, Pass, Next),
             (EQUAL, IPV4, Next, Skip(3)),
             (LOAD, DESTINATION4, Next, Next),
-            (EQUAL, gateway.to_bits(), Pass, Next),
+            // Without IPv4 a broadcast address, which passes anyway.
+            (
+                EQUAL,
+                gateway.unwrap_or(Ipv4Addr::BROADCAST).to_bits(),
+                Pass,
+                Next,
+            ),
             // Groups, and the broadcast address of the link.
             (AT_LEAST, 0xe000_0000, Pass, Drop),
             (EQUAL, IPV6, Next, Drop),
@@ -258,7 +264,7 @@ mod tests {
         for gateway6 in [None, Some(gateway6)] {
             let guard = Guard {
                 mark: BIT,
-                only: Some(([10, 81, 0, 1].into(), gateway6)),
+                only: Some((Some([10, 81, 0, 1].into()), gateway6)),
             };
             for (address, expected) in [
                 ("10.81.0.1", true),

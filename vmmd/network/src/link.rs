@@ -15,9 +15,10 @@ use rtnetlink::{
         RouteNetlinkMessage,
         address::{AddressAttribute, AddressHeaderFlags, AddressMessage},
         link::{InfoData, InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
-        route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteType},
+        route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteType},
         tc::{TcAttribute, TcHandle, TcMessage},
     },
+    sys::AsyncSocket as _,
 };
 use tokio_stream::StreamExt;
 use vmmd_host::fault;
@@ -70,7 +71,10 @@ pub struct LinkCounters {
 impl Links {
     /// Connects to the kernel. To be called in a tokio runtime.
     pub fn connect() -> io::Result<Self> {
-        let (connection, handle, _) = rtnetlink::new_connection()?;
+        let (mut connection, handle, _) = rtnetlink::new_connection()?;
+        // The kernel applies the filters of a dump then (Linux 4.20).
+        let socket = connection.socket_mut().socket_mut();
+        socket.set_netlink_get_strict_chk(true)?;
         tokio::spawn(connection);
         Ok(Self { handle })
     }
@@ -143,9 +147,8 @@ impl Links {
         Ok(Some(facts))
     }
 
-    /// All interfaces by name, each with the result of [`Self::inspect`]. The method needs two
-    /// kernel queries: even for one interface the kernel lists the addresses of all. An interface
-    /// that appears or disappears meanwhile may be missing.
+    /// All interfaces by name, each with the result of [`Self::inspect`], by two queries of the kernel. An interface that appears or
+    /// disappears meanwhile may be missing.
     pub async fn survey(&self) -> io::Result<HashMap<String, (Link, BridgeFacts)>> {
         let mut seen = HashMap::new();
         let mut names = HashMap::new();
@@ -177,16 +180,50 @@ impl Links {
     /// Address ranges in the main routing table, each with the index of its interface, except the
     /// default route.
     pub async fn routes(&self) -> io::Result<Vec<((IpAddr, u8), u32)>> {
+        Ok(self.main_table().await?.iter().filter_map(route).collect())
+    }
+
+    /// MTU of the interface of the default route, in bytes: the one of IPv4 with the lowest metric, or else of IPv6.
+    pub async fn uplink_mtu(&self) -> io::Result<Option<u32>> {
+        let all = self.main_table().await?;
+        let metric = |route: &RouteMessage| {
+            let metric = route.attributes.iter().find_map(|attribute| match attribute {
+                RouteAttribute::Priority(metric) => Some(*metric),
+                _ => None,
+            });
+            (u8::from(route.header.address_family), metric.unwrap_or(0))
+        };
+        let defaults = all.iter().filter(|route| {
+            route.header.destination_prefix_length == 0 && route.header.kind == RouteType::Unicast
+        });
+        let Some(index) = defaults.min_by_key(|route| metric(route)).and_then(interface) else {
+            return Ok(None);
+        };
+        let answers = self.handle.link().get().match_index(index).execute();
+        tokio::pin!(answers);
+        let found = answers.next().await.transpose().map_err(into_io)?;
+        Ok(found.as_ref().map(|message| describe(message).mtu))
+    }
+
+    /// The routes of the main table.
+    async fn main_table(&self) -> io::Result<Vec<RouteMessage>> {
         let all = [
             RouteMessageBuilder::<Ipv4Addr>::new().build(),
             RouteMessageBuilder::<Ipv6Addr>::new().build(),
         ];
         let mut found = Vec::new();
-        for version in all {
+        for mut version in all {
+            // Routes of the main table from every origin.
+            version.header.protocol = RouteProtocol::Unspec;
             let routes = self.handle.route().get(version).execute();
             tokio::pin!(routes);
             while let Some(message) = routes.next().await {
-                found.extend(route(&message.map_err(into_io)?));
+                match message.map_err(into_io) {
+                    Ok(message) => found.push(message),
+                    // There is no table before the first route.
+                    Err(error) if error.raw_os_error() == Some(libc::ENOENT) => break,
+                    Err(error) => return Err(error),
+                }
             }
         }
         Ok(found)
@@ -417,23 +454,30 @@ fn given(message: &AddressMessage) -> Option<(IpAddr, u8)> {
     Some((address, message.header.prefix_len))
 }
 
+/// The interface of a route.
+fn interface(message: &RouteMessage) -> Option<u32> {
+    message.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Oif(index) => Some(*index),
+        RouteAttribute::MultiPath(hops) => hops.first().map(|hop| hop.interface_index),
+        _ => None,
+    })
+}
+
 /// Where a route leads: the range, and the interface.
 fn route(message: &RouteMessage) -> Option<((IpAddr, u8), u32)> {
     let header = &message.header;
-    let (mut to, mut interface, mut table) = (None, None, u32::from(header.table));
+    let (mut to, mut table) = (None, u32::from(header.table));
     for attribute in &message.attributes {
         match attribute {
             RouteAttribute::Destination(RouteAddress::Inet(address)) => to = Some((*address).into()),
             RouteAttribute::Destination(RouteAddress::Inet6(address)) => to = Some((*address).into()),
-            RouteAttribute::Oif(index) => interface = Some(*index),
-            RouteAttribute::MultiPath(hops) => interface = hops.first().map(|hop| hop.interface_index),
             RouteAttribute::Table(number) => table = *number,
             _ => {}
         }
     }
     let is_main = table == u32::from(RouteHeader::RT_TABLE_MAIN) && header.kind == RouteType::Unicast;
     let range = (to?, header.destination_prefix_length);
-    (is_main && range.1 > 0).then_some((range, interface?))
+    (is_main && range.1 > 0).then_some((range, interface(message)?))
 }
 
 fn into_io(error: Error) -> io::Error {

@@ -32,6 +32,8 @@ pub struct Ports<'a> {
     pub ledger: &'a Arc<Ledger>,
     /// Parent of the helpers' cgroup.
     pub cgroups: Option<&'a cgroup::Parent>,
+    /// Ports of the node that VMs may publish, as "80" and "8000-8010"; all when empty.
+    pub publishable: &'a [String],
     /// Network interfaces of the node.
     pub links: &'a Links,
     /// The networks themselves.

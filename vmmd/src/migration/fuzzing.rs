@@ -88,9 +88,12 @@ impl Node {
         assert_eq!(moved::along(&offer.spec.disks).count(), offer.disks.len());
         let manifest = Manifest::try_from(&offer.vm)?;
         assert_eq!(manifest.spec, offer.spec);
-        let range = |network: &str| if network == NETWORK[0] { NETWORK[1] } else { "" };
-        for address in offer.addresses(|network| range(network).to_owned())? {
-            assert!(!address.address.is_unspecified());
+        let range = |network: &str| match network == NETWORK[0] {
+            true => (NETWORK[1].to_owned(), true),
+            false => (String::new(), false),
+        };
+        for address in offer.addresses(range)? {
+            assert!(address.address.is_none_or(|address| !address.is_unspecified()));
             assert!(PciSlot::try_from(address.slot).is_ok());
         }
         self.vms.entry(offer.uid).or_insert(Arriving {

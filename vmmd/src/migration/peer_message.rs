@@ -56,8 +56,8 @@ pub struct Address<'a> {
     pub slot: u32,
     /// MAC address.
     pub mac: Mac,
-    /// IPv4 address.
-    pub address: Ipv4Addr,
+    /// IPv4 address, in a network that has some.
+    pub address: Option<Ipv4Addr>,
 }
 
 impl Offer {
@@ -99,8 +99,8 @@ impl Offer {
     }
 
     /// Addresses of the NICs in networks, which the guest keeps. `range` describes a network on
-    /// this node, in the same words for equal networks.
-    pub fn addresses(&self, range: impl Fn(&str) -> String) -> Result<Vec<Address<'_>>, Failure> {
+    /// this node, in the same words for equal networks, and says whether it has IPv4.
+    pub fn addresses(&self, range: impl Fn(&str) -> (String, bool)) -> Result<Vec<Address<'_>>, Failure> {
         let mut addresses = Vec::new();
         for nic in &self.spec.nics {
             let Attachment::Network { name: network, .. } = &nic.attachment else {
@@ -111,10 +111,10 @@ impl Offer {
                 let message = format!("NIC \"{}\": {why}", nic.name);
                 Failure::precondition("MIGRATION_NETWORK", message)
             };
+            let (own, has_ipv4) = range(network);
             let peer = self.hardware.nics.get(nic.name.as_str());
-            let peer = peer.filter(|peer| peer.address != 0);
+            let peer = peer.filter(|peer| peer.address != 0 || !has_ipv4);
             let peer = peer.ok_or_else(|| refuse("the source does not say which address it has"))?;
-            let own = range(network);
             if own != peer.range {
                 let why = format!(
                     "the network \"{network}\" is {own} on this node and {} on the source's: a VM keeps its address when it moves, so both must be the same",
@@ -128,7 +128,7 @@ impl Offer {
                 slot: peer.slot,
                 mac: mac(&peer.mac)
                     .ok_or_else(|| refuse("the source says a MAC address that no NIC can have"))?,
-                address: Ipv4Addr::from(peer.address),
+                address: has_ipv4.then(|| Ipv4Addr::from(peer.address)),
             });
         }
         Ok(addresses)

@@ -137,7 +137,10 @@ fn hardware(offer: &Offer) -> Hardware {
 
 /// Gives the NICs the addresses that they have at the source.
 async fn lease(host: &Arc<Host>, offer: &Offer, vm: &str) -> Result<(), Failure> {
-    let range = |network: &str| host.networks.range(network).unwrap_or_default();
+    let range = |network: &str| {
+        let range = host.networks.range(network).unwrap_or_default();
+        (range, host.networks.has_ipv4(network))
+    };
     for address in offer.addresses(range)? {
         let Attachment::Network { ports, firewall, .. } = &address.nic.attachment else {
             continue;
@@ -147,7 +150,7 @@ async fn lease(host: &Arc<Host>, offer: &Offer, vm: &str) -> Result<(), Failure>
             nic: address.nic.name.as_str(),
             tap: vmmd_network::tap_name(offer.uid, address.slot),
             mac: address.mac,
-            address: Some(address.address),
+            address: address.address,
             ports,
             firewall,
             plugged: false,

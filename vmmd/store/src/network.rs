@@ -1,6 +1,6 @@
 //! Leases and ports of managed networks.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use vmmd_spec::nic::{Mac, Protocol, PublishedPort};
 
@@ -10,9 +10,9 @@ use crate::{LeaseRecord, PortRecord};
 pub const LEASE_RETENTION_MS: u64 = 10 * 60 * 1000;
 
 impl LeaseRecord {
-    /// The address.
-    pub fn ip(&self) -> Ipv4Addr {
-        Ipv4Addr::from(self.address)
+    /// The IPv4 address, in a network that has some.
+    pub fn ip(&self) -> Option<Ipv4Addr> {
+        (self.address != 0).then(|| Ipv4Addr::from(self.address))
     }
 
     /// Whether the lease means anything at `now_ms`. One that was released far in the future was released while the clock was wrong, and does not
@@ -35,7 +35,14 @@ impl LeaseRecord {
 
 impl From<&PublishedPort> for PortRecord {
     fn from(port: &PublishedPort) -> Self {
+        let bits = port.address.map_or(0, |address| match address {
+            IpAddr::V4(address) => address.to_ipv6_mapped().to_bits(),
+            IpAddr::V6(address) => address.to_bits(),
+        });
+        let half = |bits: u128| u64::try_from(bits & u128::from(u64::MAX)).unwrap_or_default();
         Self {
+            address_high: half(bits >> 64),
+            address_low: half(bits),
             udp: port.protocol == Protocol::Udp,
             node_port: port.node_port.into(),
             guest_port: port.guest_port.into(),
@@ -50,6 +57,20 @@ impl PortRecord {
             protocol: if self.udp { Protocol::Udp } else { Protocol::Tcp },
             node_port: u16::try_from(self.node_port).ok()?,
             guest_port: u16::try_from(self.guest_port).ok()?,
+            address: self.address(),
         })
+    }
+
+    /// The node's address that the port is of; all when there is none.
+    pub fn address(&self) -> Option<IpAddr> {
+        let bits = u128::from(self.address_high) << 64 | u128::from(self.address_low);
+        (bits != 0).then(|| IpAddr::from(Ipv6Addr::from_bits(bits)).to_canonical())
+    }
+
+    /// Whether both are a port of the node at one of its addresses.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let addresses = self.address().zip(other.address());
+        (self.udp, self.node_port) == (other.udp, other.node_port)
+            && addresses.is_none_or(|(own, other)| own == other)
     }
 }

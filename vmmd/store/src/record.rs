@@ -693,6 +693,9 @@ pub struct NetworkRecord {
     /// Revision in that run at its creation.
     #[prost(uint64, tag = "12")]
     pub made_revision: u64,
+    /// MTU in bytes where the spec has none; 0 for 1,500.
+    #[prost(uint32, tag = "13")]
+    pub mtu: u32,
     /// As of a VM.
     #[prost(message, repeated, tag = "20")]
     pub begun: Vec<RequestMark>,
@@ -701,7 +704,7 @@ pub struct NetworkRecord {
 /// An address of a NIC.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct LeaseRecord {
-    /// IPv4.
+    /// IPv4; 0 in a network without such addresses.
     #[prost(fixed32, tag = "1")]
     pub address: u32,
     /// UUID of the VM.
@@ -742,6 +745,13 @@ pub struct PortRecord {
     /// Of the guest.
     #[prost(uint32, tag = "3")]
     pub guest_port: u32,
+    /// Upper half of the node's address that the port is of: IPv6, or IPv4 as an IPv4-mapped address (RFC 4291, 2.5.5.2). Both halves are 0
+    /// for all addresses.
+    #[prost(fixed64, tag = "4")]
+    pub address_high: u64,
+    /// Lower half of that address.
+    #[prost(fixed64, tag = "5")]
+    pub address_low: u64,
 }
 
 /// Life-cycle stage of a disk. The next daemon removes a record in a stage other than `Ready` with

@@ -376,6 +376,7 @@ async fn ports_are_published_once() {
             protocol: v1::PortProtocol::Tcp.into(),
             node_port: 8080,
             guest_port: vm_port,
+            ..Default::default()
         }],
         ..nic("lan")
     };

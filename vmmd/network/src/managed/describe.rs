@@ -10,7 +10,7 @@ use vmmd_objects::{
     event::{Draft, Object},
     registry::Record as _,
 };
-use vmmd_spec::network::{Ipv6Net, NetworkSpec};
+use vmmd_spec::network::{Ipv6Net, NetworkSpec, Subnet};
 use vmmd_store::{LeaseRecord, NetworkRecord};
 
 use super::{
@@ -34,11 +34,15 @@ pub fn describe(seen: &SeenNetwork) -> v1::Network {
             bridge: bridge(record),
             gateway: spec
                 .as_ref()
-                .map(|spec| spec.gateway.to_string())
+                .and_then(|spec| spec.subnet)
+                .map(|subnet| subnet.gateway.to_string())
                 .unwrap_or_default(),
             leases: leases.map(|lease| describe_lease(lease, net6)).collect(),
-            available_addresses: spec.map_or(0, |spec| pool::available(&spec, &record.leases, now)),
+            available_addresses: spec
+                .as_ref()
+                .map_or(0, |spec| pool::available(spec, &record.leases, now)),
             ipv6_gateway: net6.map(|net| net.gateway().to_string()).unwrap_or_default(),
+            mtu: spec.as_ref().map_or(0, |spec| spec.mtu.into()),
         }),
         spec: record.spec.clone(),
     }
@@ -48,7 +52,7 @@ fn describe_lease(lease: &LeaseRecord, net6: Option<Ipv6Net>) -> v1::NetworkLeas
     let mac = lease.mac();
     let address6 = net6.zip(mac).map(|(net, mac)| net.of(mac));
     v1::NetworkLease {
-        address: lease.ip().to_string(),
+        address: lease.ip().map(|address| address.to_string()).unwrap_or_default(),
         ipv6_address: address6.map(|address| address.to_string()).unwrap_or_default(),
         mac: mac.map(|mac| mac.to_string()).unwrap_or_default(),
         vm: lease.vm_name.clone(),
@@ -64,9 +68,12 @@ pub fn refused(network: &str, spec: &NetworkSpec, request: &Request<'_>, refusal
     let nic = request.nic;
     match refusal {
         Refusal::NotInPool(address) => {
+            let addresses = match spec.subnet {
+                Some(Subnet { net, gateway }) => format!("{net}, gateway {gateway}"),
+                None => "which has no IPv4 addresses: leave `address` out".to_owned(),
+            };
             let message = format!(
-                "NIC \"{nic}\": {address} is no address for a VM in the network \"{network}\" ({}, gateway {})",
-                spec.net, spec.gateway
+                "NIC \"{nic}\": {address} is no address for a VM in the network \"{network}\" ({addresses})"
             );
             Failure::precondition("ADDRESS_NOT_IN_NETWORK", message)
         }
@@ -86,7 +93,9 @@ pub fn refused(network: &str, spec: &NetworkSpec, request: &Request<'_>, refusal
             let message = format!(
                 "NIC \"{nic}\": all addresses of the network \"{network}\" ({}) are taken; those that were released are kept \
                  for ten minutes",
-                spec.net
+                spec.subnet
+                    .map(|subnet| subnet.net.to_string())
+                    .unwrap_or_default()
             );
             Failure::new(Kind::Exhausted, "NO_FREE_ADDRESS", message)
         }

@@ -177,8 +177,8 @@ impl Plan {
     /// Ports of the node where datagrams lead elsewhere after the change.
     fn moved(&self) -> BTreeSet<u16> {
         let elements = self.removed.elements.iter().chain(&self.added.elements);
-        let ports = elements.filter_map(|element| match (element.set, element.key.as_slice()) {
-            (Set(_, "published4"), [Field::Protocol(Protocol::Udp), Field::Port(port)]) => Some(*port),
+        let ports = elements.filter_map(|element| match element.key.as_slice() {
+            [.., Field::Protocol(Protocol::Udp), Field::Port(port)] => Some(*port),
             _ => None,
         });
         ports.collect()
@@ -190,9 +190,10 @@ fn differing<'a>(
     record: &'a NetworkRecord,
     other: &'a NetworkRecord,
 ) -> impl Iterator<Item = &'a LeaseRecord> {
-    let others: HashMap<_, _> = other.leases.iter().map(|lease| (lease.address, lease)).collect();
+    let key = |lease: &'a LeaseRecord| (lease.address, &lease.vm, &lease.nic);
+    let others: HashMap<_, _> = other.leases.iter().map(|lease| (key(lease), lease)).collect();
     let leases = record.leases.iter();
-    leases.filter(move |lease| others.get(&lease.address) != Some(lease))
+    leases.filter(move |lease| others.get(&key(lease)) != Some(lease))
 }
 
 impl Filter {
@@ -207,6 +208,15 @@ impl Filter {
     /// Forgets the state of the kernel: the next change replaces all.
     pub fn distrust(&mut self) {
         self.known = None;
+    }
+
+    /// Whether the kernel has the rules of a network that is not being deleted, with this specification.
+    pub fn has(&self, record: &NetworkRecord) -> bool {
+        let known = self
+            .known
+            .as_ref()
+            .and_then(|known| known.records.get(&record.uid));
+        !record.leaving && known.is_some_and(|known| !known.leaving && known.spec == record.spec)
     }
 
     /// What differs between the kernel and the records of all networks.
@@ -416,6 +426,7 @@ mod tests {
             node_port,
             guest_port: 80,
             udp: true,
+            ..PortRecord::default()
         };
         let with = |ports: &[u32]| LeaseRecord {
             ports: ports.iter().copied().map(port).collect(),

@@ -31,8 +31,8 @@ delete map bridge vmmd ingress
 /// Chains of guests: the map that leads to each and its name, and its rules.
 pub type Chains = BTreeMap<(&'static str, String), String>;
 
-/// The chains of a guest in the network with this gateway.
-pub fn chains(gateway: Ipv4Addr, port: &Port) -> Chains {
+/// The chains of a guest in the network with this IPv4 address of the node.
+pub fn chains(gateway: Option<Ipv4Addr>, port: &Port) -> Chains {
     let directions = [
         ("egress", "daddr", &port.firewall.egress),
         ("ingress", "saddr", &port.firewall.ingress),
@@ -64,39 +64,56 @@ pub fn removal(chains: &Chains) -> String {
 }
 
 /// The rules of a chain. The other side of a packet is its `other`.
-fn chain(gateway: Ipv4Addr, other: &str, rules: &[Rule]) -> String {
-    // DHCP with the gateway. A guest cannot send the packets of a server.
-    let dhcp = match other {
-        "daddr" => format!("ip daddr {{ 255.255.255.255, {gateway} }} udp dport 67"),
-        _ => format!("ip saddr {gateway} udp sport 67"),
-    };
-    let mut text = format!("\t\tjump connected\n\t\t{dhcp} accept\n");
-    for rule in rules {
-        text += "\t\t";
-        if !rule.addresses.is_empty() {
-            text += &format!("ip {other} {{ {} }} ", list(rule.addresses.iter()));
-        }
-        // By their numbers (IANA, Protocol Numbers): nft looks names up in /etc/protocols, which not every node has.
-        let (protocol, numbers) = match rule.protocol {
-            RuleProtocol::Any => ("", ""),
-            RuleProtocol::Tcp => ("tcp", "6"),
-            RuleProtocol::Udp => ("udp", "17"),
-            RuleProtocol::Icmp => ("", "{ 1, 58 }"),
+fn chain(gateway: Option<Ipv4Addr>, other: &str, rules: &[Rule]) -> String {
+    let mut text = "\t\tjump connected\n".to_owned();
+    if let Some(gateway) = gateway {
+        // DHCP with the gateway. A guest cannot send the packets of a server.
+        let dhcp = match other {
+            "daddr" => format!("ip daddr {{ 255.255.255.255, {gateway} }} udp dport 67"),
+            _ => format!("ip saddr {gateway} udp sport 67"),
         };
-        if !numbers.is_empty() {
-            text += &format!("meta l4proto {numbers} ");
+        text += &format!("\t\t{dhcp} accept\n");
+    }
+    for rule in rules {
+        let connections = connections(rule);
+        if rule.addresses.is_empty() {
+            text += &format!("\t\t{connections}accept\n");
         }
-        if !protocol.is_empty() && !rule.ports.is_empty() {
-            let ports = rule.ports.iter();
-            let ports = ports.map(|ports| match (ports.start(), ports.end()) {
-                (first, last) if first == last => format!("{first}"),
-                (first, last) => format!("{first}-{last}"),
-            });
-            text += &format!("{protocol} dport {{ {} }} ", list(ports));
+        for family in ["ip", "ip6"] {
+            let own = rule.addresses.iter();
+            let mut own = own
+                .filter(|one| one.first.is_ipv6() == (family == "ip6"))
+                .peekable();
+            if own.peek().is_some() {
+                text += &format!("\t\t{family} {other} {{ {} }} {connections}accept\n", list(own));
+            }
         }
-        text += "accept\n";
     }
     text + "\t\tdrop\n"
+}
+
+/// The protocol and the ports of a rule, with a space at the end.
+fn connections(rule: &Rule) -> String {
+    // By their numbers (IANA, Protocol Numbers): nft looks names up in /etc/protocols, which not every node has.
+    let (protocol, numbers) = match rule.protocol {
+        RuleProtocol::Any => ("", ""),
+        RuleProtocol::Tcp => ("tcp", "6"),
+        RuleProtocol::Udp => ("udp", "17"),
+        RuleProtocol::Icmp => ("", "{ 1, 58 }"),
+    };
+    let mut text = String::new();
+    if !numbers.is_empty() {
+        text += &format!("meta l4proto {numbers} ");
+    }
+    if !protocol.is_empty() && !rule.ports.is_empty() {
+        let ports = rule.ports.iter();
+        let ports = ports.map(|ports| match (ports.start(), ports.end()) {
+            (first, last) if first == last => format!("{first}"),
+            (first, last) => format!("{first}-{last}"),
+        });
+        text += &format!("{protocol} dport {{ {} }} ", list(ports));
+    }
+    text
 }
 
 fn list(items: impl Iterator<Item = impl Display>) -> String {
@@ -115,21 +132,24 @@ mod tests {
         let port = Port {
             tap: "vm0123456789n0".into(),
             mac: "52:54:00:00:00:01".parse().unwrap(),
-            address: [10, 80, 0, 2].into(),
+            address: Some([10, 80, 0, 2].into()),
             address6: None,
             published: Vec::new(),
             firewall: Firewall {
                 ingress: Some(vec![Rule {
-                    addresses: vec!["10.80.0.9".parse().unwrap(), "192.0.2.0/24".parse().unwrap()],
+                    addresses: ["10.80.0.9", "fd00:80::9", "192.0.2.0/24"]
+                        .map(|text| text.parse().unwrap())
+                        .to_vec(),
                     protocol: RuleProtocol::Tcp,
                     ports: vec![80..=80, 8000..=8100],
                 }]),
                 egress: None,
             },
         };
-        let chains = chains([10, 80, 0, 1].into(), &port);
+        let chains = chains(Some([10, 80, 0, 1].into()), &port);
         let rules = "\t\tjump connected\n\t\tip saddr 10.80.0.1 udp sport 67 accept\n\
-                     \t\tip saddr { 10.80.0.9/32, 192.0.2.0/24 } meta l4proto 6 tcp dport { 80, 8000-8100 } accept\n\t\tdrop\n";
+                     \t\tip saddr { 10.80.0.9/32, 192.0.2.0/24 } meta l4proto 6 tcp dport { 80, 8000-8100 } accept\n\
+                     \t\tip6 saddr { fd00:80::9/128 } meta l4proto 6 tcp dport { 80, 8000-8100 } accept\n\t\tdrop\n";
         let name = ("ingress", "ingress-vm0123456789n0".to_owned());
         assert_eq!(chains, Chains::from([(name, rules.to_owned())]));
     }

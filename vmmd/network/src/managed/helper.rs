@@ -10,7 +10,7 @@ use std::{
     ffi::{CString, OsStr},
     fs::{self, File, Metadata},
     io,
-    net::{Ipv4Addr, SocketAddrV4},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     os::{
         fd::{AsFd as _, OwnedFd},
         unix::{
@@ -37,7 +37,7 @@ use vmmd_host::{
     sys::clone::{self, Child, Network, Program},
 };
 
-use crate::netd::{Ipv6, Table, open_dhcp6, open_routers, server::TABLE};
+use crate::netd::{Table, open_dhcp6, open_routers, server::TABLE};
 
 /// Ports of DHCP and DNS servers.
 const DHCP: u16 = 67;
@@ -170,10 +170,8 @@ pub struct Served<'a> {
     pub folder: &'a Path,
     /// Name and index of its bridge.
     pub bridge: (&'a str, u32),
-    /// The bridge's address.
-    pub gateway: Ipv4Addr,
-    /// With IPv6.
-    pub ipv6: Option<&'a Ipv6>,
+    /// What it serves.
+    pub table: &'a Table,
     /// Hears when the helper ends while its folder still names it.
     pub ends: &'a Arc<Ends>,
     /// How many networks the node has.
@@ -265,18 +263,17 @@ async fn follow<F: Future>(
 
 fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::Result<Child> {
     let (name, _) = served.bridge;
-    let dhcp = socket(name, SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, DHCP))?;
-    let address = SocketAddrV4::new(served.gateway, DNS);
-    let dns = socket(name, address).and_then(|dns| Ok((dns, listener(name, address)?)));
-    let (dns, streams) = dns.map_err(|error| {
-        let message = format!(
-            "port {DNS} of {}, which a name server of the node may have: {error}",
-            served.gateway
-        );
-        io::Error::new(error.kind(), message)
-    })?;
-    let routers = served.ipv6.map(open_routers).transpose()?;
-    let dhcp6 = served.ipv6.map(open_dhcp6).transpose()?;
+    let Table { ipv4, ipv6, .. } = served.table;
+    // In the order in which the helper takes them.
+    let mut sockets = Vec::new();
+    if let Some(ipv4) = ipv4 {
+        sockets.push(socket(name, (Ipv4Addr::UNSPECIFIED, DHCP).into())?);
+        sockets.extend(name_servers(name, ipv4.gateway.into())?);
+    }
+    if let Some(ipv6) = ipv6 {
+        sockets.extend(name_servers(name, ipv6.gateway().into())?);
+        sockets.extend([open_routers(ipv6)?, open_dhcp6(ipv6)?]);
+    }
     let folder = File::open(served.folder)?;
     let group = parent.map(|parent| group(parent, served.networks)).and_then(|group| {
         let failed = |error: &io::Error| {
@@ -286,8 +283,8 @@ fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::
     });
     let arguments = [PROGRAM.as_bytes(), served.folder.as_os_str().as_bytes()].into_iter();
     let arguments: Vec<_> = arguments.flat_map(CString::new).collect();
-    let mut fds = vec![folder.as_fd(), dhcp.as_fd(), dns.as_fd(), streams.as_fd()];
-    fds.extend(routers.iter().chain(&dhcp6).map(Socket::as_fd));
+    let mut fds = vec![folder.as_fd()];
+    fds.extend(sockets.iter().map(Socket::as_fd));
     fault::step("start a helper");
     clone::spawn(&Program {
         executable: served.program.as_fd(),
@@ -387,8 +384,18 @@ fn started(pid: i32) -> Option<u64> {
     fields.nth(18)?.parse().ok()
 }
 
-fn socket(bridge: &str, address: SocketAddrV4) -> io::Result<Socket> {
-    let socket = Socket::new(Domain::IPV4, Type::DGRAM, Some(Protocol::UDP))?;
+/// The sockets for DNS by UDP and by TCP at an address of the bridge.
+fn name_servers(bridge: &str, gateway: IpAddr) -> io::Result<[Socket; 2]> {
+    let address = (gateway, DNS).into();
+    let open = || Ok([socket(bridge, address)?, listener(bridge, address)?]);
+    open().map_err(|error: io::Error| {
+        let message = format!("port {DNS} of {gateway}, which a name server of the node may have: {error}");
+        io::Error::new(error.kind(), message)
+    })
+}
+
+fn socket(bridge: &str, address: SocketAddr) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(address), Type::DGRAM, Some(Protocol::UDP))?;
     socket.set_reuse_address(true)?;
     socket.set_broadcast(true)?;
     socket.bind_device(Some(bridge.as_bytes()))?;
@@ -398,8 +405,8 @@ fn socket(bridge: &str, address: SocketAddrV4) -> io::Result<Socket> {
 }
 
 /// A listener for TCP. Another helper of the network may have one at the same time.
-fn listener(bridge: &str, address: SocketAddrV4) -> io::Result<Socket> {
-    let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP))?;
+fn listener(bridge: &str, address: SocketAddr) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_reuse_address(true)?;
     socket.set_reuse_port(true)?;
     socket.bind_device(Some(bridge.as_bytes()))?;

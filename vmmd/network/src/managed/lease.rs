@@ -6,7 +6,11 @@ use std::net::Ipv4Addr;
 use uuid::Uuid;
 use vmmd_host::{failure::Failure, text};
 use vmmd_objects::registry::Kind as _;
-use vmmd_spec::{firewall::Firewall, network::NetworkMode, nic::PublishedPort};
+use vmmd_spec::{
+    firewall::Firewall,
+    network::NetworkMode,
+    nic::{PublishedPort, port_range},
+};
 use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
 use super::{
@@ -39,18 +43,23 @@ impl Networks {
         request: &Request<'_>,
     ) -> Result<(), Failure> {
         let record = self.find(network)?;
-        if self.check(&record, request).await.is_ok() {
+        if self.check(host, &record, request).await.is_ok() {
             return Ok(());
         }
         // A NIC that has just gone may still have it.
         let mut turn = self.turn.lock().await;
         self.free(host, &mut turn, network, request).await;
         let record = self.find(network)?;
-        self.check(&record, request).await.map(drop)
+        self.check(host, &record, request).await.map(drop)
     }
 
-    /// The address of a NIC in a network; refused when another NIC has its address or MAC address, or another VM its ports.
-    async fn check(&self, record: &NetworkRecord, request: &Request<'_>) -> Result<Ipv4Addr, Failure> {
+    /// The IPv4 address of a NIC in a network that has some; refused when another NIC has its address or MAC address, or another VM its ports.
+    async fn check(
+        &self,
+        host: Ports<'_>,
+        record: &NetworkRecord,
+        request: &Request<'_>,
+    ) -> Result<Option<Ipv4Addr>, Failure> {
         let network = record.name.as_str();
         let spec = spec_of(record).ok_or_else(|| NetworkKind::not_found(network))?;
         let owner = (request.vm.0.as_bytes().as_slice(), request.nic);
@@ -71,6 +80,7 @@ impl Networks {
             return Err(Failure::precondition("NOT_NAT", message));
         }
         no_mac_clash(record, request)?;
+        only_allowed_ports(host.publishable, request)?;
         self.no_port_clash(request)?;
         self.no_port_of_the_node(record, request)?;
         if !request.firewall.is_open() && !nft::tracks_bridges().await {
@@ -92,10 +102,10 @@ impl Networks {
         mut record: NetworkRecord,
         request: &Request<'_>,
     ) -> Result<String, Failure> {
-        let address = self.check(&record, request).await?;
+        let address = self.check(host, &record, request).await?;
         let (vm, now) = (request.vm.0.as_bytes(), text::now_ms());
         let lease = LeaseRecord {
-            address: address.into(),
+            address: address.map_or(0, u32::from),
             vm: vm.to_vec(),
             vm_name: request.vm.1.to_owned(),
             nic: request.nic.to_owned(),
@@ -105,8 +115,9 @@ impl Networks {
             released_ms: 0,
             firewall: (!request.firewall.is_open()).then(|| request.firewall.into()),
         };
-        let before = record.clone();
-        let taken = |other: &LeaseRecord| other.is_of(vm, request.nic) || other.address == lease.address;
+        let taken = |other: &LeaseRecord| {
+            other.is_of(vm, request.nic) || address.is_some() && other.address == lease.address
+        };
         record.leases.retain(|other| !taken(other) && other.counts(now));
         for other in self.vacated(&record.uid, &lease, now) {
             self.write(host, &other).await?;
@@ -114,7 +125,8 @@ impl Networks {
         vacate(&mut record, &lease, now);
         record.leases.push(lease);
         record.leases.sort_by_key(|lease| lease.address);
-        if record != before {
+        let is_changed = self.registry.lock().get(&record.name) != Some(&record);
+        if is_changed {
             self.write(host, &record).await?;
         }
         self.apply(host, turn, Some(&record.uid)).await;
@@ -146,7 +158,7 @@ impl Networks {
             nic,
             tap: lease.tap.clone(),
             mac,
-            address: Some(lease.ip()),
+            address: lease.ip(),
             ports,
             firewall,
             plugged: true,
@@ -158,8 +170,9 @@ impl Networks {
 
     /// Takes the MAC address and the ports that are wanted from NICs that have just gone, if they still have them.
     async fn free(&self, host: Ports<'_>, turn: &mut Filter, network: &str, request: &Request<'_>) {
-        let has = |record: NetworkRecord| others_with_mac(&record, request).next().is_some();
-        if self.find(network).is_ok_and(has) || self.no_port_clash(request).is_err() {
+        let has = |record: &NetworkRecord| others_with_mac(record, request).next().is_some();
+        let has_mac = self.registry.lock().get(network).is_some_and(has);
+        if has_mac || self.no_port_clash(request).is_err() {
             self.drop_gone(host, turn).await;
         }
     }
@@ -167,13 +180,13 @@ impl Networks {
     /// The records of networks other than the one with the UUID `uid` that change as a NIC gets `lease`.
     fn vacated(&self, uid: &[u8], lease: &LeaseRecord, now: u64) -> Vec<NetworkRecord> {
         let networks = self.registry.lock();
-        let others = networks.records().filter(|record| record.uid != uid);
-        let changed = others.filter_map(|record| {
-            let mut changed = record.clone();
-            vacate(&mut changed, lease, now);
-            (changed != *record).then_some(changed)
-        });
-        changed.collect()
+        let loses = |other: &LeaseRecord| loses_tap(other, lease) || loses_ports(other, lease);
+        let changed = networks
+            .records()
+            .filter(|record| record.uid != uid && record.leases.iter().any(loses));
+        let mut changed: Vec<_> = changed.cloned().collect();
+        changed.iter_mut().for_each(|record| vacate(record, lease, now));
+        changed
     }
 
     fn no_port_clash(&self, request: &Request<'_>) -> Result<(), Failure> {
@@ -181,7 +194,7 @@ impl Networks {
         let vm = request.vm.0.as_bytes();
         let wanted: Vec<_> = request.ports.iter().map(PortRecord::from).collect();
         for (number, port) in wanted.iter().enumerate() {
-            if wanted.iter().take(number).any(|other| same_port(other, port)) {
+            if wanted.iter().take(number).any(|other| other.overlaps(port)) {
                 let message = format!(
                     "NIC \"{}\": {} of the node is published twice",
                     request.nic,
@@ -194,7 +207,7 @@ impl Networks {
         // Another NIC of the VM gives its port up: see `vacate`.
         let others = leases.filter(|lease| lease.released_ms == 0 && lease.vm != vm);
         for lease in others {
-            let clash = |port: &&PortRecord| wanted.iter().any(|wanted| same_port(wanted, port));
+            let clash = |port: &&PortRecord| wanted.iter().any(|wanted| wanted.overlaps(port));
             if let Some(port) = lease.ports.iter().find(clash) {
                 let message = format!(
                     "NIC \"{}\": {} of the node leads to NIC \"{}\" of VM \"{}\" already",
@@ -216,14 +229,17 @@ impl Networks {
         let own = |lease: &&LeaseRecord| lease.is_of(vm, request.nic) && lease.released_ms == 0;
         let own = record.leases.iter().find(own);
         let had = own.map(|lease| lease.ports.as_slice()).unwrap_or_default();
+        if request.ports.is_empty() {
+            return Ok(());
+        }
         let gateways: Vec<_> = {
             let networks = self.registry.lock();
             let specs = networks.records().filter_map(spec_of);
-            specs.map(|spec| spec.gateway).collect()
+            specs.filter_map(|spec| Some(spec.subnet?.gateway)).collect()
         };
         for port in request.ports {
             let wanted = PortRecord::from(port);
-            if had.iter().any(|had| same_port(had, &wanted)) {
+            if had.contains(&wanted) {
                 continue;
             }
             if let Some(address) = listening::listens(port, &gateways).map_err(|error| failed(&error))? {
@@ -243,6 +259,24 @@ impl Networks {
 /// other leases of this VM are out of date, except of NICs that its machine has.
 fn keeps(request: &Request<'_>, lease: &LeaseRecord) -> bool {
     lease.vm != request.vm.0.as_bytes() || (request.plugged && lease.released_ms == 0)
+}
+
+/// Refuses ports that the node's configuration does not allow. `allowed` are ports and ranges; all when it is empty.
+fn only_allowed_ports(allowed: &[String], request: &Request<'_>) -> Result<(), Failure> {
+    let is_allowed = |port: u16| {
+        let mut ranges = allowed.iter().filter_map(|text| port_range(text));
+        allowed.is_empty() || ranges.any(|range| range.contains(&port))
+    };
+    let Some(port) = request.ports.iter().find(|port| !is_allowed(port.node_port)) else {
+        return Ok(());
+    };
+    let message = format!(
+        "NIC \"{}\": the node does not publish its port {}: choose one of {} (`published_ports` of the configuration)",
+        request.nic,
+        port.of_node(),
+        allowed.join(", ")
+    );
+    Err(Failure::precondition("PORT_NOT_ALLOWED", message))
 }
 
 /// Leases of other NICs in a network with the requested MAC address.
@@ -268,30 +302,42 @@ fn no_mac_clash(record: &NetworkRecord, request: &Request<'_>) -> Result<(), Fai
     Err(Failure::precondition("MAC_IN_USE", message))
 }
 
-/// Whether it is the same port of the node.
-fn same_port(one: &PortRecord, other: &PortRecord) -> bool {
-    (one.udp, one.node_port) == (other.udp, other.node_port)
-}
-
-/// "TCP port 8080".
+/// "TCP port 8080", or "TCP port 8080 at 192.0.2.1".
 fn in_words(port: &PortRecord) -> String {
     let protocol = if port.udp { "UDP" } else { "TCP" };
-    format!("{protocol} port {}", port.node_port)
+    let address = port.address().map(|address| format!(" at {address}"));
+    format!(
+        "{protocol} port {}{}",
+        port.node_port,
+        address.unwrap_or_default()
+    )
 }
 
 /// Takes the tap and the ports of the lease `new` from other NICs. A NIC that was behind its tap releases its address: it would be held to that address as
 /// well, until the daemon notices that it is gone. Other NICs of the VM give up the ports.
 fn vacate(record: &mut NetworkRecord, new: &LeaseRecord, now: u64) {
-    for lease in record.leases.iter_mut().filter(|lease| lease.released_ms == 0) {
-        if lease.tap == new.tap {
-            lease.released_ms = now;
-        }
-        if lease.vm == new.vm && lease.nic != new.nic {
+    for lease in &mut record.leases {
+        if loses_ports(lease, new) {
             lease
                 .ports
-                .retain(|port| !new.ports.iter().any(|wanted| same_port(wanted, port)));
+                .retain(|port| !new.ports.iter().any(|wanted| wanted.overlaps(port)));
+        }
+        if loses_tap(lease, new) {
+            lease.released_ms = now;
         }
     }
+}
+
+fn loses_tap(lease: &LeaseRecord, new: &LeaseRecord) -> bool {
+    lease.released_ms == 0 && lease.tap == new.tap
+}
+
+fn loses_ports(lease: &LeaseRecord, new: &LeaseRecord) -> bool {
+    let mut ports = lease.ports.iter();
+    lease.released_ms == 0
+        && lease.vm == new.vm
+        && lease.nic != new.nic
+        && ports.any(|port| new.ports.iter().any(|wanted| wanted.overlaps(port)))
 }
 
 #[cfg(test)]

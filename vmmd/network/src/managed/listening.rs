@@ -28,6 +28,10 @@ pub fn listens(port: &PublishedPort, gateways: &[Ipv4Addr]) -> io::Result<Option
         address.ip().is_loopback()
             || port.protocol == Protocol::Udp && address.port() == DNS && gateways.iter().any(of_gateway)
     };
+    let takes = |address: &SocketAddr| {
+        let is_there = |bound: IpAddr| address.ip().is_unspecified() || address.ip() == bound;
+        address.port() == port.node_port && port.address.is_none_or(is_there) && !stays(address)
+    };
     for version in ["", "6"] {
         let text = match fs::read_to_string(format!("/proc/net/{name}{version}")) {
             // The node has no IPv6.
@@ -35,7 +39,7 @@ pub fn listens(port: &PublishedPort, gateways: &[Ipv4Addr]) -> io::Result<Option
             text => text?,
         };
         let mut found = sockets(&text, state);
-        if let Some(address) = found.find(|address| address.port() == port.node_port && !stays(address)) {
+        if let Some(address) = found.find(takes) {
             return Ok(Some(address));
         }
     }
@@ -87,6 +91,7 @@ mod tests {
             protocol,
             node_port,
             guest_port: 1,
+            address: None,
         }
     }
 

@@ -42,7 +42,7 @@ use vmmd_api::v1;
 use vmmd_spec::{
     Violations,
     firewall::Firewall,
-    network::{NetworkMode, NetworkSpec, NewNetwork},
+    network::{LEAST_MTU_OF_IPV6, MTUS, NetworkMode, NetworkSpec, NewNetwork, Subnet},
     nic::{Mac, PublishedPort},
 };
 
@@ -250,14 +250,14 @@ impl Networks {
         Ok(describe(&seen))
     }
 
-    /// The address of a VM's NIC, if it has one.
+    /// The IPv4 address of a VM's NIC, if it has one.
     pub fn address(&self, network: &str, vm: Uuid, nic: &str) -> Option<Ipv4Addr> {
         let networks = self.registry.lock();
         let leases = &networks.get(network)?.leases;
         let own = leases
             .iter()
             .find(|lease| lease.is_of(vm.as_bytes(), nic) && lease.released_ms == 0);
-        own.map(LeaseRecord::ip)
+        own.and_then(LeaseRecord::ip)
     }
 
     /// The IPv6 address that a VM's NIC makes itself, if it has an address in the network and that has IPv6.
@@ -272,8 +272,17 @@ impl Networks {
     /// The addresses of a network and its gateway, in words: two networks of which a guest sees no difference have the same.
     pub fn range(&self, network: &str) -> Option<String> {
         let spec = spec_of(self.registry.lock().get(network)?)?;
-        let more = spec.net6.map(|net| format!(" and {net}")).unwrap_or_default();
-        Some(format!("{} with gateway {}{more}", spec.net, spec.gateway))
+        let subnet = spec.subnet;
+        let ipv4 = subnet.map(|Subnet { net, gateway }| format!("{net} with gateway {gateway}"));
+        let ipv6 = spec.net6.map(|net| net.to_string());
+        let all: Vec<_> = ipv4.into_iter().chain(ipv6).collect();
+        Some(all.join(" and "))
+    }
+
+    /// Whether the network has IPv4 addresses.
+    pub fn has_ipv4(&self, network: &str) -> bool {
+        let spec = self.registry.lock().get(network).and_then(spec_of);
+        spec.is_some_and(|spec| spec.subnet.is_some())
     }
 
     /// The bridge of a network.
@@ -318,6 +327,7 @@ impl Networks {
             labels: new.metadata.labels,
             annotations: new.metadata.annotations,
             owner: new.metadata.owner,
+            mtu: default_mtu(host, &new.spec).await,
             spec: wire.spec,
             begun: host.requests.mark(context).into_iter().collect(),
             ..NetworkRecord::default()
@@ -349,10 +359,13 @@ impl Networks {
                 );
                 return Err(Failure::precondition("NETWORK_OVERLAPS", message));
             }
-            if spec.is_some_and(|spec| spec.net.overlaps(new.spec.net)) {
+            let subnet = spec.and_then(|spec| spec.subnet);
+            if let Some((subnet, new)) = subnet.zip(new.spec.subnet)
+                && subnet.net.overlaps(new.net)
+            {
                 let message = format!(
                     "network.spec.ipv4Cidr: {} overlaps with the network \"{}\": choose another range",
-                    new.spec.net, record.name
+                    new.net, record.name
                 );
                 return Err(Failure::precondition("NETWORK_OVERLAPS", message));
             }
@@ -417,9 +430,28 @@ impl Networks {
     }
 }
 
+/// MTU of a new network without one of its own, in bytes: that of the node's default route, within the limits of networks.
+async fn default_mtu(host: Ports<'_>, spec: &NetworkSpec) -> u32 {
+    if spec.mode == NetworkMode::Isolated {
+        return 0;
+    }
+    let uplink = host.links.uplink_mtu().await.unwrap_or_else(|error| {
+        tracing::warn!(%error, "look for the default route");
+        None
+    });
+    let least = match spec.net6 {
+        Some(_) => LEAST_MTU_OF_IPV6,
+        None => *MTUS.start(),
+    };
+    uplink.map_or(0, |mtu| mtu.clamp(least.into(), (*MTUS.end()).into()))
+}
+
 /// The validated form of a network's spec; it was validated when it came.
 fn spec_of(record: &NetworkRecord) -> Option<NetworkSpec> {
-    let spec = record.spec.clone().unwrap_or_default();
+    let mut spec = record.spec.clone().unwrap_or_default();
+    if spec.mtu == 0 {
+        spec.mtu = record.mtu;
+    }
     NetworkSpec::new(&mut Violations::default(), "spec", &spec)
 }
 

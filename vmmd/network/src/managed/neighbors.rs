@@ -96,10 +96,15 @@ fn objects<'a>(listed: &'a Value, kind: &'a str) -> impl Iterator<Item = &'a Val
         .filter_map(move |object| object.get(kind))
 }
 
-/// The obstacles of a network in words; empty without any. Packets of an isolated network are not forwarded.
-pub fn warning(obstacles: &[Obstacle], is_isolated: bool, has_ipv6: bool) -> String {
+/// The obstacles of a network with IPv4, IPv6 or both in words; empty without any. Packets of an isolated network are not forwarded.
+pub fn warning(obstacles: &[Obstacle], is_isolated: bool, [has_ipv4, has_ipv6]: [bool; 2]) -> String {
     let matters = |obstacle: &&Obstacle| {
-        (obstacle.hook == Hook::Input || !is_isolated) && (obstacle.family != "ip6" || has_ipv6)
+        let has_packets = match obstacle.family.as_str() {
+            "ip" => has_ipv4,
+            "ip6" => has_ipv6,
+            _ => true,
+        };
+        (obstacle.hook == Hook::Input || !is_isolated) && has_packets
     };
     let found: Vec<_> = obstacles
         .iter()
@@ -215,22 +220,26 @@ mod tests {
             obstacle("fw", "in", Hook::Input),
             obstacle("filter", "FORWARD", Hook::Forward),
         ];
-        let text = warning(&all, false, false);
+        let text = warning(&all, false, [true, false]);
         assert!(
             text.contains("nft insert rule inet fw in iifname \"vmb*\" accept"),
             "{text}"
         );
         assert!(text.contains("iptables -I FORWARD -i vmb+ -j ACCEPT"), "{text}");
-        assert!(!warning(&all, true, false).contains("FORWARD"));
+        assert!(!warning(&all, true, [true, false]).contains("FORWARD"));
         let six = Obstacle {
             family: "ip6".into(),
             ..obstacle("filter", "INPUT", Hook::Input)
         };
-        assert_eq!(warning(std::slice::from_ref(&six), false, false), "");
-        assert!(warning(&[six], false, true).contains("ip6tables -I INPUT"));
+        assert_eq!(warning(std::slice::from_ref(&six), false, [true, false]), "");
+        assert!(warning(&[six], false, [false, true]).contains("ip6tables -I INPUT"));
         assert!(
-            warning(&[obstacle("firewalld", "filter_INPUT", Hook::Input)], true, false)
-                .contains("firewall-cmd")
+            warning(
+                &[obstacle("firewalld", "filter_INPUT", Hook::Input)],
+                true,
+                [true, false]
+            )
+            .contains("firewall-cmd")
         );
     }
 }

@@ -18,6 +18,7 @@ use rtnetlink::{
 use rustix::net::sockopt::set_socket_recv_buffer_size_force;
 use tokio::io::unix::AsyncFd;
 use vmmd_host::sys;
+use vmmd_spec::firewall::Addresses;
 
 use super::rules::{self, Data, Element, Family, Field, TABLE};
 
@@ -38,6 +39,7 @@ const LIST_ELEMENTS: u16 = 3;
 const ELEMENT: u16 = 1;
 const ELEMENT_KEY: u16 = 1;
 const ELEMENT_DATA: u16 = 2;
+const ELEMENT_KEY_END: u16 = 10;
 const DATA_VALUE: u16 = 1;
 const DATA_VERDICT: u16 = 2;
 const VERDICT_CODE: u16 = 1;
@@ -159,8 +161,15 @@ fn message(bytes: &mut Vec<u8>, kind: u16, flags: u16, header: [u8; HEADER], att
 }
 
 fn attributes(element: &Element) -> Vec<u8> {
-    let key = attribute(DATA_VALUE, &value(&element.key));
-    let mut parts = attribute(NESTED | ELEMENT_KEY, &key);
+    let key = |kind, fields: &[Field]| attribute(NESTED | kind, &attribute(DATA_VALUE, &value(fields)));
+    let mut parts = key(ELEMENT_KEY, &element.key);
+    if element.key.iter().any(|field| matches!(field, Field::Range(_))) {
+        let last = element.key.iter().map(|field| match field {
+            Field::Range(addresses) => Field::Ip(addresses.last()),
+            field => field.clone(),
+        });
+        parts.extend(key(ELEMENT_KEY_END, &last.collect::<Vec<_>>()));
+    }
     let data = match &element.data {
         Data::None => Vec::new(),
         Data::Fields(fields) => attribute(DATA_VALUE, &value(fields)),
@@ -208,8 +217,11 @@ fn value(fields: &[Field]) -> Vec<u8> {
                 bytes.resize(end, 0);
             }
             Field::Mac(mac) => bytes.extend(mac),
-            Field::Ip(IpAddr::V4(address)) => bytes.extend(address.octets()),
-            Field::Ip(IpAddr::V6(address)) | Field::Target(address) => bytes.extend(address.octets()),
+            Field::Ip(address) | Field::Range(Addresses { first: address, .. }) => match address {
+                IpAddr::V4(address) => bytes.extend(address.octets()),
+                IpAddr::V6(address) => bytes.extend(address.octets()),
+            },
+            Field::Target(address) => bytes.extend(address.octets()),
             Field::Protocol(protocol) => bytes.push(rules::number(*protocol)),
             Field::Port(port) => bytes.extend(port.to_be_bytes()),
         }

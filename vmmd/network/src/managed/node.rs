@@ -15,7 +15,7 @@ use vmmd_objects::event::{Draft, Object};
 use vmmd_spec::{
     Violations,
     firewall::Firewall,
-    network::{Ipv6Net, NetworkMode},
+    network::{Ipv6Net, NetworkMode, Subnet},
     nic::Mac,
 };
 use vmmd_store::store_failure;
@@ -110,18 +110,22 @@ impl Networks {
             .iter()
             .filter_map(|vm| Some((vm.metadata.as_ref()?.uid.as_str(), &**vm)));
         let vms: HashMap<_, _> = by_uid.collect();
-        let mut changed = Vec::new();
-        for record in self.registry.lock().records() {
-            let mut new = record.clone();
-            for lease in new.leases.iter_mut().filter(|lease| lease.released_ms == 0) {
-                if !is_used(&vms, &record.name, lease) {
-                    lease.released_ms = now;
-                }
+        let is_gone = |record: &NetworkRecord, lease: &LeaseRecord| {
+            lease.released_ms == 0 && !is_used(&vms, &record.name, lease)
+        };
+        let networks = self.registry.lock();
+        let changes = |record: &&NetworkRecord| {
+            let mut leases = record.leases.iter();
+            leases.any(|lease| !lease.counts(now) || is_gone(record, lease))
+        };
+        let mut changed: Vec<_> = networks.records().filter(changes).cloned().collect();
+        for record in &mut changed {
+            let mut leases = std::mem::take(&mut record.leases);
+            leases.retain(|lease| lease.counts(now));
+            for lease in leases.iter_mut().filter(|lease| is_gone(record, lease)) {
+                lease.released_ms = now;
             }
-            new.leases.retain(|lease| lease.counts(now));
-            if new != *record {
-                changed.push(new);
-            }
+            record.leases = leases;
         }
         changed
     }
@@ -138,7 +142,8 @@ impl Networks {
             _ => Seen::new(),
         };
         for record in &all {
-            match make_bridge(host, record, &seen).await {
+            let is_known = only.is_some() && filter.has(record);
+            match make_bridge(host, record, &seen, is_known).await {
                 Ok(true) => {
                     made.insert(record.uid.clone());
                     repairs
@@ -338,9 +343,18 @@ async fn survey(host: Ports<'_>) -> Seen {
     })
 }
 
-/// Makes, changes or removes the bridge of a network. True when something was to be done.
-async fn make_bridge(host: Ports<'_>, record: &NetworkRecord, seen: &Seen) -> io::Result<bool> {
+/// Makes, changes or removes the bridge of a network. True when something was to be done. The addresses of the bridge of a network that
+/// `is_known` are compared each minute only.
+async fn make_bridge(
+    host: Ports<'_>,
+    record: &NetworkRecord,
+    seen: &Seen,
+    is_known: bool,
+) -> io::Result<bool> {
     let (name, wanted) = (bridge(record), wanted(record));
+    if is_known && host.links.find(&name).await?.is_some_and(|link| link.is_bridge) {
+        return Ok(false);
+    }
     let plan = |found: Option<&Found>| plan::plan(wanted.as_ref(), found);
     let steps = match seen.get(&name) {
         Some((_, found)) if plan(Some(found)).is_empty() => Vec::new(),
@@ -351,14 +365,16 @@ async fn make_bridge(host: Ports<'_>, record: &NetworkRecord, seen: &Seen) -> io
         tracing::debug!(bridge = name, ?step, "change a bridge");
         carry_out(host.links, &name, step).await?;
     }
-    if spec_of(record).is_some_and(|spec| spec.mode != NetworkMode::Isolated) && !record.leaving {
-        forwarding(spec_of(record).is_some_and(|spec| spec.net6.is_some()))?;
+    let Some(spec) = spec_of(record).filter(|_| !record.leaving) else {
+        return Ok(changed);
+    };
+    let (has_ipv4, has_ipv6) = (spec.subnet.is_some(), spec.net6.is_some());
+    if spec.mode != NetworkMode::Isolated {
+        forwarding(has_ipv4, has_ipv6)?;
     }
-    if wanted.is_some() {
-        // Guests need not know the node's addresses on other interfaces (ip-sysctl: arp_ignore).
-        switch(&format!("/proc/sys/net/ipv4/conf/{name}/arp_ignore"), "1")?;
-    }
-    if spec_of(record).is_some_and(|spec| spec.net6.is_some()) && !record.leaving {
+    // Guests need not know the node's addresses on other interfaces (ip-sysctl: arp_ignore).
+    switch(&format!("/proc/sys/net/ipv4/conf/{name}/arp_ignore"), "1")?;
+    if has_ipv6 {
         // The node must not accept routes from guests.
         switch(&format!("/proc/sys/net/ipv6/conf/{name}/accept_ra"), "0")?;
     }
@@ -371,7 +387,10 @@ fn warning(record: &NetworkRecord, unguarded: Option<&io::Error>, obstacles: &[O
     let is_isolated = spec
         .as_ref()
         .is_some_and(|spec| spec.mode == NetworkMode::Isolated);
-    let has_ipv6 = spec.is_some_and(|spec| spec.net6.is_some());
+    let families = [
+        spec.as_ref().is_some_and(|spec| spec.subnet.is_some()),
+        spec.as_ref().is_some_and(|spec| spec.net6.is_some()),
+    ];
     let guard = unguarded.map(|error| {
         format!(
             "guests are not kept from the node and the outside while another program removes the rules of the packet filter: {}; \
@@ -379,7 +398,7 @@ fn warning(record: &NetworkRecord, unguarded: Option<&io::Error>, obstacles: &[O
             text::words(error)
         )
     });
-    let obstacles = neighbors::warning(obstacles, is_isolated, has_ipv6);
+    let obstacles = neighbors::warning(obstacles, is_isolated, families);
     let all: Vec<_> = guard
         .into_iter()
         .chain(Some(obstacles).filter(|text| !text.is_empty()))
@@ -391,9 +410,13 @@ fn warning(record: &NetworkRecord, unguarded: Option<&io::Error>, obstacles: &[O
 fn guarded(record: &NetworkRecord) -> Option<Guard> {
     let spec = spec_of(record).filter(|_| !record.leaving)?;
     let isolated = spec.mode == NetworkMode::Isolated;
+    let gateways = (
+        spec.subnet.map(|subnet| subnet.gateway),
+        spec.net6.map(Ipv6Net::gateway),
+    );
     Some(Guard {
         mark: rules::MARK,
-        only: isolated.then(|| (spec.gateway, spec.net6.map(Ipv6Net::gateway))),
+        only: isolated.then_some(gateways),
     })
 }
 
@@ -439,9 +462,11 @@ async fn carry_out(links: &Links, name: &str, step: Step) -> io::Result<()> {
 }
 
 /// Lets the kernel forward packets. It stays on: others may have come to need it.
-fn forwarding(with_ipv6: bool) -> io::Result<()> {
+fn forwarding(with_ipv4: bool, with_ipv6: bool) -> io::Result<()> {
     const SWITCH: &str = "/proc/sys/net/ipv6/conf/all/forwarding";
-    switch("/proc/sys/net/ipv4/ip_forward", "1")?;
+    if with_ipv4 {
+        switch("/proc/sys/net/ipv4/ip_forward", "1")?;
+    }
     if !with_ipv6 || std::fs::read_to_string(SWITCH)?.trim() == "1" {
         return Ok(());
     }
@@ -522,8 +547,7 @@ async fn serve(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
         program: host.networks.netd(host.netd)?,
         folder: &folder,
         bridge: (&name, link.index),
-        gateway: spec.gateway,
-        ipv6: table.ipv6.as_ref(),
+        table: &table,
         ends: &host.networks.helper_ends,
         networks: host.networks.registry.lock().records().count(),
     };
@@ -535,7 +559,8 @@ fn wanted(record: &NetworkRecord) -> Option<Wanted> {
     Some(Wanted {
         mac: bridge_mac(record),
         addresses: [
-            Some((spec.gateway.into(), spec.net.prefix())),
+            spec.subnet
+                .map(|subnet| (subnet.gateway.into(), subnet.net.prefix())),
             spec.net6.map(|net| (net.gateway().into(), Ipv6Net::PREFIX)),
         ]
         .into_iter()
@@ -560,7 +585,8 @@ pub(super) fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
         mac: Mac::try_from(bridge_mac(record)).ok()?,
         mode: spec.mode,
         net6: spec.net6,
-        gateway: spec.gateway,
+        gateway: spec.subnet.map(|subnet| subnet.gateway),
+        deny: spec.deny,
     })
 }
 
@@ -613,10 +639,12 @@ fn table(
     });
     Table {
         network: record.name.clone(),
-        gateway: spec.gateway,
         routes: spec.mode != NetworkMode::Isolated,
-        mask: spec.net.mask(),
-        broadcast: spec.net.last(),
+        ipv4: spec.subnet.map(|Subnet { net, gateway }| netd::Ipv4 {
+            gateway,
+            mask: net.mask(),
+            broadcast: net.last(),
+        }),
         mtu: spec.mtu,
         forward: name_servers(spec),
         site: !spec.dns.is_empty(),
@@ -641,12 +669,13 @@ fn name_servers(spec: &vmmd_spec::network::NetworkSpec) -> Vec<IpAddr> {
         return Vec::new();
     }
     if !spec.dns.is_empty() {
-        return spec.dns.iter().copied().map(IpAddr::from).collect();
+        return spec.dns.clone();
     }
     let text = std::fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
     let mut servers = resolvers(&text);
     // It would ask itself.
-    servers.retain(|server| *server != IpAddr::from(spec.gateway));
+    let own = spec.subnet.map(|subnet| IpAddr::from(subnet.gateway));
+    servers.retain(|server| Some(*server) != own);
     servers.truncate(NAME_SERVERS);
     servers
 }

@@ -22,10 +22,12 @@ impl Networks {
         let ours: Vec<_> = self.registry.lock().records().map(bridge).collect();
         let seen = host.links.survey().await.map_err(|error| failed(&error))?;
         let routes = host.links.routes().await.map_err(|error| failed(&error))?;
-        let (net, net6) = (new.spec.net, new.spec.net6);
+        let net = new.spec.subnet.map(|subnet| subnet.net);
         let wanted = [
-            Some(("ipv4Cidr", (net.first().into(), net.prefix()))),
-            net6.map(|net| ("ipv6Cidr", (net.first().into(), Ipv6Net::PREFIX))),
+            net.map(|net| ("ipv4Cidr", (net.first().into(), net.prefix()))),
+            new.spec
+                .net6
+                .map(|net| ("ipv6Cidr", (net.first().into(), Ipv6Net::PREFIX))),
         ];
         for (interface, (link, facts)) in seen.iter().filter(|(name, _)| !ours.contains(name)) {
             let behind = routes.iter().filter(|(_, index)| *index == link.index);

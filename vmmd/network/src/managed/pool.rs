@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeSet, net::Ipv4Addr};
 
-use vmmd_spec::network::NetworkSpec;
+use vmmd_spec::network::{NetworkSpec, Subnet};
 use vmmd_store::LeaseRecord;
 
 /// Why a NIC gets no address.
@@ -20,36 +20,40 @@ pub enum Refusal {
 }
 
 /// The address of the NIC `nic` of the VM with UUID `vm`: the `requested` one, or its own, or one that is free. The requested address may be
-/// that of a NIC which does not keep it.
+/// that of a NIC which does not keep it. A network without IPv4 has none: the IPv6 address of a NIC follows from its MAC address.
 pub fn allocate(
     spec: &NetworkSpec,
     leases: &[LeaseRecord],
     (vm, nic): (&[u8], &str),
     (requested, keeps): (Option<Ipv4Addr>, impl Fn(&LeaseRecord) -> bool),
     now_ms: u64,
-) -> Result<Ipv4Addr, Refusal> {
+) -> Result<Option<Ipv4Addr>, Refusal> {
+    let Some(Subnet { net, gateway }) = spec.subnet else {
+        return requested.map_or(Ok(None), |wanted| Err(Refusal::NotInPool(wanted)));
+    };
     let counting = || leases.iter().filter(|lease| lease.counts(now_ms));
     let own = counting().find(|lease| lease.is_of(vm, nic));
-    let Some(wanted) = requested.or(own.map(LeaseRecord::ip)) else {
-        let taken: BTreeSet<_> = counting().map(LeaseRecord::ip).collect();
-        let free = |address: &Ipv4Addr| *address != spec.gateway && !taken.contains(address);
-        return spec.net.hosts().find(free).ok_or(Refusal::Exhausted);
+    let Some(wanted) = requested.or(own.and_then(LeaseRecord::ip)) else {
+        let taken: BTreeSet<_> = counting().filter_map(LeaseRecord::ip).collect();
+        let free = |address: &Ipv4Addr| *address != gateway && !taken.contains(address);
+        return net.hosts().find(free).map(Some).ok_or(Refusal::Exhausted);
     };
-    if !spec.net.has_host(wanted) || wanted == spec.gateway {
+    if !net.has_host(wanted) || wanted == gateway {
         return Err(Refusal::NotInPool(wanted));
     }
     let keeps = |lease: &LeaseRecord| requested.is_none() || keeps(lease);
-    match counting().find(|lease| lease.ip() == wanted && !lease.is_of(vm, nic) && keeps(lease)) {
+    match counting().find(|lease| lease.ip() == Some(wanted) && !lease.is_of(vm, nic) && keeps(lease)) {
         Some(lease) => Err(Refusal::Taken(wanted, Box::new(lease.clone()))),
-        None => Ok(wanted),
+        None => Ok(Some(wanted)),
     }
 }
 
-/// Number of free addresses.
+/// Number of free IPv4 addresses.
 pub fn available(spec: &NetworkSpec, leases: &[LeaseRecord], now_ms: u64) -> u32 {
     // Excludes the network address, the broadcast address and the gateway. The prefix has 16 bits
     // or more.
-    let all = 1_u32.checked_shl(32 - u32::from(spec.net.prefix())).unwrap_or(0);
+    let prefix = spec.subnet.map_or(32, |subnet| subnet.net.prefix());
+    let all = 1_u32.checked_shl(32 - u32::from(prefix)).unwrap_or(0);
     let taken = leases.iter().filter(|lease| lease.counts(now_ms)).count();
     all.saturating_sub(3)
         .saturating_sub(u32::try_from(taken).unwrap_or(u32::MAX))
@@ -66,12 +70,15 @@ mod tests {
         let net: vmmd_spec::network::Ipv4Net = net.parse().unwrap();
         NetworkSpec {
             mode: NetworkMode::Nat,
-            gateway: net.hosts().next().unwrap(),
-            net,
+            subnet: Some(Subnet {
+                net,
+                gateway: net.hosts().next().unwrap(),
+            }),
             dns: Vec::new(),
             ntp: Vec::new(),
             mtu: 1500,
             net6: None,
+            deny: Vec::new(),
         }
     }
 
@@ -94,8 +101,8 @@ mod tests {
         let spec = spec("10.80.0.0/29");
         let leases = [lease(1, 2, 0), lease(2, 4, 0)];
         let allocate = |vm: u8| allocate(&spec, &leases, (&[vm], "eth0"), (None, |_| true), 5000);
-        assert_eq!(allocate(3), Ok(address(3)));
-        assert_eq!(allocate(2), Ok(address(4)));
+        assert_eq!(allocate(3), Ok(Some(address(3))));
+        assert_eq!(allocate(2), Ok(Some(address(4))));
         assert_eq!(available(&spec, &leases, 5000), 3);
     }
 
@@ -105,8 +112,8 @@ mod tests {
         let leases = [lease(1, 2, 1000)];
         let at = |vm: u8, now| allocate(&spec, &leases, (&[vm], "eth0"), (None, |_| true), now);
         assert_eq!(at(2, 2000), Err(Refusal::Exhausted));
-        assert_eq!(at(1, 2000), Ok(address(2)));
-        assert_eq!(at(2, 1000 + LEASE_RETENTION_MS), Ok(address(2)));
+        assert_eq!(at(1, 2000), Ok(Some(address(2))));
+        assert_eq!(at(2, 1000 + LEASE_RETENTION_MS), Ok(Some(address(2))));
         assert_eq!(available(&spec, &leases, 2000), 0);
     }
 
@@ -125,8 +132,20 @@ mod tests {
         };
         // The clock was set back a little, and by years.
         assert_eq!(at(now + LEASE_RETENTION_MS - 1), Err(Refusal::Exhausted));
-        assert_eq!(at(now + LEASE_RETENTION_MS), Ok(address(2)));
-        assert_eq!(at(now * 14), Ok(address(2)));
+        assert_eq!(at(now + LEASE_RETENTION_MS), Ok(Some(address(2))));
+        assert_eq!(at(now * 14), Ok(Some(address(2))));
+    }
+
+    #[test]
+    fn network_without_ipv4_has_no_address_to_give() {
+        let spec = NetworkSpec {
+            subnet: None,
+            ..spec("10.80.0.0/24")
+        };
+        let ask = |wanted| allocate(&spec, &[], (&[1], "eth0"), (wanted, |_| true), 5);
+        assert_eq!(ask(None), Ok(None));
+        assert_eq!(ask(Some(address(9))), Err(Refusal::NotInPool(address(9))));
+        assert_eq!(available(&spec, &[], 5), 0);
     }
 
     #[test]
@@ -142,8 +161,8 @@ mod tests {
                 5,
             )
         };
-        assert_eq!(ask(2, address(77)), Ok(address(77)));
-        assert_eq!(ask(1, address(9)), Ok(address(9)));
+        assert_eq!(ask(2, address(77)), Ok(Some(address(77))));
+        assert_eq!(ask(1, address(9)), Ok(Some(address(9))));
         assert_eq!(
             ask(2, address(9)),
             Err(Refusal::Taken(address(9), Box::new(leases[0].clone())))
@@ -159,7 +178,7 @@ mod tests {
         for released_ms in [0, 4] {
             let leases = [lease(1, 9, released_ms)];
             let ask = |keeps| allocate(&spec, &leases, (&[1], "eth1"), (Some(address(9)), |_| keeps), 5);
-            assert_eq!(ask(false), Ok(address(9)));
+            assert_eq!(ask(false), Ok(Some(address(9))));
             assert_eq!(
                 ask(true),
                 Err(Refusal::Taken(address(9), Box::new(leases[0].clone())))
@@ -176,7 +195,7 @@ mod tests {
                 match allocate(&spec, &leases, (&[vm], "eth0"), (None, |_| true), 5) {
                     Ok(address) => {
                         leases.retain(|lease| lease.vm != [vm]);
-                        leases.push(lease(vm, address.octets()[3], 0));
+                        leases.push(lease(vm, address.unwrap().octets()[3], 0));
                     }
                     Err(refusal) => proptest::prop_assert_eq!(refusal, Refusal::Exhausted),
                 }

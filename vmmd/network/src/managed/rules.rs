@@ -22,7 +22,7 @@ use std::{
 };
 
 use vmmd_spec::{
-    firewall::Firewall,
+    firewall::{Addresses, Firewall},
     network::{Ipv6Net, NetworkMode, link_local},
     nic::{Mac, Protocol, PublishedPort},
 };
@@ -47,8 +47,10 @@ pub struct Network {
     pub mode: NetworkMode,
     /// Its IPv6 addresses.
     pub net6: Option<Ipv6Net>,
-    /// The node's own.
-    pub gateway: Ipv4Addr,
+    /// The node's own IPv4 address.
+    pub gateway: Option<Ipv4Addr>,
+    /// Addresses to which guests open no connections.
+    pub deny: Vec<Addresses>,
 }
 
 /// A NIC in a network.
@@ -58,7 +60,7 @@ pub struct Port {
     pub tap: String,
     /// Its addresses.
     pub mac: Mac,
-    pub address: Ipv4Addr,
+    pub address: Option<Ipv4Addr>,
     pub address6: Option<Ipv6Addr>,
     /// Ports of the node that lead to it.
     pub published: Vec<PublishedPort>,
@@ -91,6 +93,8 @@ pub enum Field {
     Interface(String),
     Mac([u8; 6]),
     Ip(IpAddr),
+    /// All of these addresses.
+    Range(Addresses),
     /// The target of a neighbor message.
     Target(Ipv6Addr),
     Protocol(Protocol),
@@ -112,14 +116,21 @@ impl Network {
     pub fn elements(&self) -> Vec<Element> {
         use Family::{Bridge, Inet};
         let bridge = || Field::Interface(self.bridge.clone());
-        let gateway = || Field::Ip(self.gateway.into());
         let mut all = vec![
             plain(Inet, "bridges", vec![bridge()]),
             plain(Inet, "within", vec![bridge(), bridge()]),
-            plain(Inet, "gateways", vec![gateway()]),
-            plain(Inet, "gateway4", vec![bridge(), gateway()]),
+            plain(Inet, "routers", vec![bridge(), Field::Mac(self.mac.octets())]),
             plain(Bridge, "bridges", vec![Field::Mac(self.mac.octets())]),
         ];
+        all.extend(self.deny.iter().map(|denied| {
+            let set = if denied.first.is_ipv6() { "deny6" } else { "deny4" };
+            plain(Inet, set, vec![bridge(), Field::Range(*denied)])
+        }));
+        if let Some(gateway) = self.gateway {
+            let gateway = || Field::Ip(gateway.into());
+            all.push(plain(Inet, "gateways", vec![gateway()]));
+            all.push(plain(Inet, "gateway4", vec![bridge(), gateway()]));
+        }
         let mut verdict = |map, data| all.push(with(Inet, map, vec![bridge()], data));
         match self.mode {
             NetworkMode::Nat => verdict("to", Data::Goto("to-nat".to_owned())),
@@ -133,8 +144,9 @@ impl Network {
             all.push(plain(Inet, "closed", vec![bridge()]));
         }
         if let Some(net6) = self.net6 {
-            let gateway = Field::Ip(net6.gateway().into());
-            all.push(plain(Inet, "gateway6", vec![bridge(), gateway]));
+            let gateway = || Field::Ip(net6.gateway().into());
+            all.push(plain(Inet, "gateways6", vec![gateway()]));
+            all.push(plain(Inet, "gateway6", vec![bridge(), gateway()]));
             all.push(plain(Inet, "with6", vec![bridge()]));
         }
         all
@@ -145,12 +157,14 @@ impl Network {
         use Family::Bridge;
         let tap = || Field::Interface(port.tap.clone());
         let mac = || Field::Mac(port.mac.octets());
-        let address = Field::Ip(port.address.into());
         let mut all = vec![
             plain(Bridge, "taps", vec![tap()]),
             plain(Bridge, "macs", vec![tap(), mac()]),
-            plain(Bridge, "owned4", vec![tap(), mac(), address]),
         ];
+        if let Some(address) = port.address {
+            let owned = vec![tap(), mac(), Field::Ip(address.into())];
+            all.push(plain(Bridge, "owned4", owned));
+        }
         if let Some(address) = port.address6 {
             all.push(plain(Bridge, "with6", vec![tap()]));
             for own in [address, link_local(port.mac)] {
@@ -159,36 +173,45 @@ impl Network {
                 all.push(plain(Bridge, "target6", vec![tap(), mac(), Field::Target(own)]));
             }
         }
-        if self.mode == NetworkMode::Nat {
-            self.translate(port, &mut all);
+        let addresses = [port.address.map(IpAddr::from), port.address6.map(IpAddr::from)];
+        for address in addresses.into_iter().flatten() {
+            let set = if address.is_ipv6() { "inside6" } else { "inside4" };
+            let bridge = Field::Interface(self.bridge.clone());
+            all.push(plain(Family::Inet, set, vec![Field::Ip(address), bridge]));
+            if self.mode == NetworkMode::Nat {
+                translate(address, &port.published, &mut all);
+            }
         }
         for (map, chain) in firewall::chains(self.gateway, port).into_keys() {
             all.push(with(Bridge, map, vec![tap()], Data::Goto(chain)));
         }
         all
     }
+}
 
-    fn translate(&self, port: &Port, all: &mut Vec<Element>) {
-        let bridge = || Field::Interface(self.bridge.clone());
-        let addresses = [Some(port.address.into()), port.address6.map(IpAddr::from)];
-        for address in addresses.into_iter().flatten() {
-            let [nat, inside, published, target] = match address {
-                IpAddr::V4(_) => ["nat4", "inside4", "published4", "target4"],
-                IpAddr::V6(_) => ["nat6", "inside6", "published6", "target6"],
-            };
-            let address = || Field::Ip(address);
-            all.push(plain(Family::Inet, nat, vec![address()]));
-            all.push(plain(Family::Inet, inside, vec![address(), bridge()]));
-            for port in &port.published {
-                let protocol = || Field::Protocol(port.protocol);
-                let guest = || Field::Port(port.guest_port);
-                let key = vec![protocol(), Field::Port(port.node_port)];
-                let data = Data::Fields(vec![address(), guest()]);
-                all.push(with(Family::Inet, published, key, data));
-                let key = vec![protocol(), address(), guest()];
-                all.push(plain(Family::Inet, target, key));
+/// Elements of a guest's address behind address translation, and of the ports of the node that lead there.
+fn translate(address: IpAddr, ports: &[PublishedPort], all: &mut Vec<Element>) {
+    let [nat, published, bound, target] = match address {
+        IpAddr::V4(_) => ["nat4", "published4", "bound4", "target4"],
+        IpAddr::V6(_) => ["nat6", "published6", "bound6", "target6"],
+    };
+    all.push(plain(Family::Inet, nat, vec![Field::Ip(address)]));
+    for port in ports {
+        let protocol = || Field::Protocol(port.protocol);
+        let guest = || Field::Port(port.guest_port);
+        let mut key = vec![protocol(), Field::Port(port.node_port)];
+        let map = match port.address {
+            Some(node) if node.is_ipv6() != address.is_ipv6() => continue,
+            Some(node) => {
+                key.insert(0, Field::Ip(node));
+                bound
             }
-        }
+            None => published,
+        };
+        let data = Data::Fields(vec![Field::Ip(address), guest()]);
+        all.push(with(Family::Inet, map, key, data));
+        let key = vec![protocol(), Field::Ip(address), guest()];
+        all.push(plain(Family::Inet, target, key));
     }
 }
 
@@ -284,6 +307,7 @@ impl fmt::Display for Field {
             Self::Interface(name) => write!(f, "\"{name}\""),
             Self::Mac([a, b, c, d, e, g]) => write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}"),
             Self::Ip(address) => write!(f, "{address}"),
+            Self::Range(addresses) => write!(f, "{addresses}"),
             Self::Target(address) => write!(f, "{:#034x}", u128::from(*address)),
             // By their numbers: nft looks names up in /etc/protocols, which not every node has.
             Self::Protocol(protocol) => write!(f, "{}", number(*protocol)),

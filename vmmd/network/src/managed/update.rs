@@ -16,10 +16,11 @@ use vmmd_store::{LeaseRecord, NetworkRecord};
 use super::{NetworkKind, Networks, Ports, describe::tell};
 
 /// Paths in an update mask, besides the metadata.
-const FIELDS: [&str; 3] = [MODE, DNS, NTP];
+const FIELDS: [&str; 4] = [MODE, DNS, NTP, DENY];
 const MODE: &str = "spec.mode";
 const DNS: &str = "spec.dns_servers";
 const NTP: &str = "spec.ntp_servers";
+const DENY: &str = "spec.deny";
 
 impl Networks {
     /// Changes a network; returns when the node is so.
@@ -50,6 +51,9 @@ impl Networks {
         }
         if masked.has(NTP) {
             new.ntp_servers.clone_from(&spec.ntp_servers);
+        }
+        if masked.has(DENY) {
+            new.deny.clone_from(&spec.deny);
         }
         let valid = valid(&record)?;
         if valid.mode != NetworkMode::Nat

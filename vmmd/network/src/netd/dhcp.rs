@@ -9,7 +9,7 @@ use dhcproto::{
     v4::{DhcpOption, HType, Message, MessageType, Opcode, OptionCode},
 };
 
-use super::{Host, Table};
+use super::{Host, Ipv4, Table};
 
 /// Port of clients.
 const CLIENT: u16 = 68;
@@ -38,7 +38,7 @@ pub fn declined<'a>(table: &'a Table, packet: &[u8]) -> Option<&'a Host> {
     let request = Message::decode(&mut Decoder::new(&sifted(packet)?)).ok()?;
     let declines = request.opts().msg_type() == Some(MessageType::Decline);
     let host = table.hosts.get(&mac(request.chaddr()))?;
-    (declines && !is_for_another(table, &request)).then_some(host)
+    (declines && !is_for_another(table.ipv4.as_ref()?, &request)).then_some(host)
 }
 
 /// Bytes of a reply: the most that each client takes (RFC 2131, 2: 576 with the headers of IP and UDP), and the least for clients of
@@ -106,11 +106,12 @@ fn answer(table: &Table, request: &Message) -> Option<Answer> {
         return None;
     }
     let host = table.hosts.get(&mac(request.chaddr()))?;
+    let (ipv4, own) = (table.ipv4.as_ref()?, host.address?);
     let kind = request.opts().msg_type()?;
     let kind = match kind {
         MessageType::Discover => MessageType::Offer,
-        MessageType::Request if is_for_another(table, request) => return None,
-        MessageType::Request if asked(request) == Some(host.address) => MessageType::Ack,
+        MessageType::Request if is_for_another(ipv4, request) => return None,
+        MessageType::Request if asked(request) == Some(own) => MessageType::Ack,
         MessageType::Request => MessageType::Nak,
         MessageType::Inform => MessageType::Ack,
         // Addresses are kept for the VM's life: there is nothing to give back.
@@ -127,7 +128,7 @@ fn answer(table: &Table, request: &Message) -> Option<Answer> {
     message.opts_mut().insert(DhcpOption::MessageType(kind));
     message
         .opts_mut()
-        .insert(DhcpOption::ServerIdentifier(table.gateway));
+        .insert(DhcpOption::ServerIdentifier(ipv4.gateway));
     // RFC 6842, 3.
     if let Some(identifier) = request.opts().get(OptionCode::ClientIdentifier) {
         message.opts_mut().insert(identifier.clone());
@@ -142,14 +143,14 @@ fn answer(table: &Table, request: &Message) -> Option<Answer> {
     if informs {
         message.set_ciaddr(request.ciaddr());
     } else {
-        message.set_yiaddr(host.address);
+        message.set_yiaddr(own);
         lease(table, &mut message);
     }
-    options(table, host, &mut message);
+    options((table, ipv4), host, &mut message);
     // A client without an address has no ARP, so its response is a broadcast. An address that the
     // client claims may belong to another host.
     let to = match request.ciaddr() {
-        address if address == host.address => address,
+        address if address == own => address,
         _ => Ipv4Addr::BROADCAST,
     };
     Some(Answer {
@@ -159,9 +160,9 @@ fn answer(table: &Table, request: &Message) -> Option<Answer> {
 }
 
 /// Whether the client has chosen another server's offer.
-fn is_for_another(table: &Table, request: &Message) -> bool {
+fn is_for_another(ipv4: &Ipv4, request: &Message) -> bool {
     let chosen = request.opts().get(OptionCode::ServerIdentifier);
-    matches!(chosen, Some(DhcpOption::ServerIdentifier(server)) if *server != table.gateway)
+    matches!(chosen, Some(DhcpOption::ServerIdentifier(server)) if *server != ipv4.gateway)
 }
 
 /// The address that the client asks for: that of an offer or of its memory, or the one that it has.
@@ -182,17 +183,17 @@ fn lease(table: &Table, message: &mut Message) {
     ));
 }
 
-fn options(table: &Table, host: &Host, message: &mut Message) {
+fn options((table, ipv4): (&Table, &Ipv4), host: &Host, message: &mut Message) {
     let options = message.opts_mut();
-    options.insert(DhcpOption::SubnetMask(table.mask));
-    options.insert(DhcpOption::BroadcastAddr(table.broadcast));
+    options.insert(DhcpOption::SubnetMask(ipv4.mask));
+    options.insert(DhcpOption::BroadcastAddr(ipv4.broadcast));
     options.insert(DhcpOption::InterfaceMtu(table.mtu));
     options.insert(DhcpOption::Hostname(host.name.clone()));
     // A guest has one default route, or answers leave by a NIC that may not send them.
     if table.routes && host.primary {
-        options.insert(DhcpOption::Router(vec![table.gateway]));
+        options.insert(DhcpOption::Router(vec![ipv4.gateway]));
     }
-    options.insert(DhcpOption::DomainNameServer(vec![table.gateway]));
+    options.insert(DhcpOption::DomainNameServer(vec![ipv4.gateway]));
     let domain = format!("{}.internal", table.network);
     // RFC 3397.
     if let Ok(search) = Name::from_ascii(format!("{domain}.")) {
@@ -225,10 +226,12 @@ pub mod tests {
     pub fn table() -> Table {
         Table {
             network: "lan".into(),
-            gateway: GATEWAY,
             routes: true,
-            mask: [255, 255, 255, 0].into(),
-            broadcast: [10, 80, 0, 255].into(),
+            ipv4: Some(Ipv4 {
+                gateway: GATEWAY,
+                mask: [255, 255, 255, 0].into(),
+                broadcast: [10, 80, 0, 255].into(),
+            }),
             mtu: 1400,
             forward: vec![[10, 0, 0, 53].into()],
             site: false,
@@ -242,7 +245,7 @@ pub mod tests {
             hosts: BTreeMap::from([(
                 "52:54:00:00:00:01".to_owned(),
                 Host {
-                    address: ADDRESS,
+                    address: Some(ADDRESS),
                     address6: Some("fd00:80::5054:ff:fe00:1".parse().unwrap()),
                     name: "web".into(),
                     primary: true,

@@ -190,7 +190,7 @@ fn answer(table: &Table, ipv6: &Ipv6, host: &Host, request: &Request<'_>) -> Opt
         Confirm => {
             let mut old = request.associations.iter().flat_map(|(_, old)| old).peekable();
             old.peek()?;
-            let is_here = old.all(|old| old.octets().get(..8) == ipv6.prefix.octets().get(..8));
+            let is_here = old.all(|old| ipv6.has(*old));
             options.insert(status(if is_here {
                 Status::Success
             } else {
@@ -201,6 +201,7 @@ fn answer(table: &Table, ipv6: &Ipv6, host: &Host, request: &Request<'_>) -> Opt
         Release | Decline => options.insert(status(Status::Success)),
         _ => {}
     }
+    options.insert(DhcpOption::DomainNameServers(vec![ipv6.gateway()]));
     if let Ok(domain) = Name::from_ascii(format!("{}.internal.", table.network)) {
         options.insert(DhcpOption::DomainSearchList(vec![domain]));
     }
@@ -380,6 +381,8 @@ mod tests {
             assert_eq!(addresses(&message), [(OWN.to_owned(), 3600)], "{kind:?}");
             assert_eq!(message.opts().get(OptionCode::ClientId), Some(&client()));
             assert_eq!(message.opts().get(OptionCode::ServerId), Some(&server()));
+            let names = DhcpOption::DomainNameServers(vec!["fd00:80::1".parse().unwrap()]);
+            assert_eq!(message.opts().get(OptionCode::DomainNameServers), Some(&names));
             let is_rapid = message.opts().get(OptionCode::RapidCommit).is_some();
             assert_eq!(is_rapid, options.len() == 3 && kind == Solicit);
         }

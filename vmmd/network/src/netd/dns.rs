@@ -233,14 +233,11 @@ fn reverse(name: &Name) -> Option<IpAddr> {
 /// Whether an address is of the network.
 fn is_own(table: &Table, address: IpAddr) -> bool {
     match address {
-        IpAddr::V4(address) => {
-            let mask = u32::from(table.mask);
-            u32::from(address) & mask == u32::from(table.gateway) & mask
-        }
-        IpAddr::V6(address) => table
-            .ipv6
+        IpAddr::V4(address) => table
+            .ipv4
             .as_ref()
-            .is_some_and(|ipv6| ipv6.prefix.octets().get(..8) == address.octets().get(..8)),
+            .is_some_and(|ipv4| address & ipv4.mask == ipv4.gateway & ipv4.mask),
+        IpAddr::V6(address) => table.ipv6.as_ref().is_some_and(|ipv6| ipv6.has(address)),
     }
 }
 
@@ -263,7 +260,7 @@ fn forward_lookup(table: &Table, zone: &Name, name: &Name, kind: RecordType) -> 
     let v4 = named.iter().filter(|_| wants(RecordType::A));
     let v6 = named.iter().filter(|_| wants(RecordType::AAAA));
     let data = v4
-        .map(|found| RData::A(found.address.into()))
+        .filter_map(|found| Some(RData::A(found.address?.into())))
         .chain(v6.filter_map(|found| Some(RData::AAAA(found.address6?.into()))));
     let records = data.map(|data| Record::from_rdata(name.clone(), TTL, data));
     (ResponseCode::NoError, records.take(MAX_RECORDS).collect())
@@ -276,7 +273,7 @@ fn reverse_lookup(
     kind: RecordType,
 ) -> (ResponseCode, Vec<Record>) {
     let has = |host: &&super::Host| match address {
-        IpAddr::V4(address) => host.address == address,
+        IpAddr::V4(address) => host.address == Some(address),
         IpAddr::V6(address) => host.address6 == Some(address),
     };
     let Some(host) = table.hosts.values().find(has) else {
@@ -474,7 +471,7 @@ pub mod tests {
         let mut table = table();
         for number in 2..64 {
             let host = super::super::Host {
-                address: [10, 80, 0, number].into(),
+                address: Some([10, 80, 0, number].into()),
                 address6: Some(Ipv6Addr::from(u128::from(number))),
                 name: "web".into(),
                 primary: true,

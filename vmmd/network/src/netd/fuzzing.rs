@@ -19,7 +19,7 @@ use hickory_proto::{
 };
 
 use super::{
-    Host, Ipv6, Table, dhcp,
+    Host, Ipv4, Ipv6, Table, dhcp,
     dns::{self, Question, Verdict, Way},
     forward::{Answer, Event, MAX_PENDING, MAX_PENDING_OF_GUEST, Outgoing, PATIENCE, Queries, SOCKETS},
     ra::{self, PAUSE, PERIOD, Schedule},
@@ -41,7 +41,7 @@ static TABLES: LazyLock<[Table; 2]> = LazyLock::new(|| {
 fn table(network: &str, vms: &[impl AsRef<str>]) -> Table {
     let hosts = vms.iter().zip(1_u8..).map(|(name, number)| {
         let host = Host {
-            address: Ipv4Addr::new(10, 80, 0, number + 1),
+            address: Some(Ipv4Addr::new(10, 80, 0, number + 1)),
             address6: Some(Ipv6Addr::new(
                 0xfd00,
                 0x80,
@@ -59,10 +59,12 @@ fn table(network: &str, vms: &[impl AsRef<str>]) -> Table {
     });
     Table {
         network: network.to_owned(),
-        gateway: Ipv4Addr::new(10, 80, 0, 1),
         routes: true,
-        mask: Ipv4Addr::new(255, 255, 255, 0),
-        broadcast: Ipv4Addr::new(10, 80, 0, 255),
+        ipv4: Some(Ipv4 {
+            gateway: Ipv4Addr::new(10, 80, 0, 1),
+            mask: Ipv4Addr::new(255, 255, 255, 0),
+            broadcast: Ipv4Addr::new(10, 80, 0, 255),
+        }),
         mtu: 1500,
         forward: SERVERS.to_vec(),
         site: true,
@@ -102,7 +104,7 @@ fn check_lease(table: &Table, request: &[u8], reply: &[u8], to: SocketAddrV4) {
     for field in [4..8, 28..34] {
         assert_eq!(reply[field.clone()], request[field], "number and MAC address");
     }
-    let own = table.hosts[&dhcp::mac(&request[28..34])].address;
+    let own = table.hosts[&dhcp::mac(&request[28..34])].address.unwrap();
     assert_eq!(to.port(), 68);
     assert!([own, Ipv4Addr::BROADCAST].contains(to.ip()), "sent to {to}");
     let message = v4::Message::decode(&mut Decoder::new(reply)).unwrap();
@@ -111,7 +113,9 @@ fn check_lease(table: &Table, request: &[u8], reply: &[u8], to: SocketAddrV4) {
     let options = message.opts();
     assert_eq!(
         options.get(OptionCode::ServerIdentifier),
-        Some(&DhcpOption::ServerIdentifier(table.gateway))
+        Some(&DhcpOption::ServerIdentifier(
+            table.ipv4.as_ref().unwrap().gateway
+        ))
     );
     let leased = options.get(OptionCode::AddressLeaseTime).is_some();
     assert_eq!(leased, given == own);
@@ -163,7 +167,7 @@ fn check_verdict(table: &Table, packet: &[u8], verdict: &Verdict) {
             for record in &message.answers {
                 let known = |is: &dyn Fn(&Host) -> bool| table.hosts.values().any(is);
                 match &record.data {
-                    RData::A(address) => assert!(known(&|host| host.address == address.0)),
+                    RData::A(address) => assert!(known(&|host| host.address == Some(address.0))),
                     RData::AAAA(address) => assert!(known(&|host| host.address6 == Some(address.0))),
                     RData::PTR(name) => {
                         let name = name.0.to_ascii();
@@ -423,7 +427,7 @@ pub fn router_solicitations(data: &[u8]) {
     for table in TABLES.iter() {
         assert_eq!(
             ra::advertisement(table, true).map(|message| message.len()),
-            Some(64)
+            Some(64 + 24 + 8 + (table.network.len() + 11).next_multiple_of(8))
         );
     }
     let (mut schedule, mut now, mut last) = (Schedule::default(), Instant::now(), None::<Instant>);

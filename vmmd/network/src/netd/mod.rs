@@ -19,7 +19,7 @@ mod table;
 
 pub use dhcp6::open as open_dhcp6;
 pub use ra::open as open_routers;
-pub use table::{Host, Ipv6, Table};
+pub use table::{Host, Ipv4, Ipv6, Table};
 
 #[cfg(test)]
 pub(crate) mod tests {

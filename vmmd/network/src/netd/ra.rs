@@ -28,6 +28,8 @@ pub const PERIOD: Duration = Duration::from_secs(200);
 pub const PAUSE: Duration = Duration::from_secs(3);
 /// Router lifetime in seconds, more than three times [`PERIOD`].
 const ROUTER_LIFETIME: u16 = 1800;
+/// How long a guest uses the name server and the domain, in seconds (RFC 8106, 5.1).
+const NAMES_LIFETIME: u32 = 1800;
 /// For how long an address is used for new connections, and at all, in seconds.
 const PREFERRED: u32 = 14_400;
 const VALID: u32 = 86_400;
@@ -160,7 +162,24 @@ pub fn advertisement(table: &Table, autonomous: bool) -> Option<Vec<u8>> {
     message.extend(preferred.to_be_bytes());
     message.extend([0; 4]);
     message.extend(ipv6.prefix.octets());
+    names(ipv6, &table.network, &mut message);
     Some(message)
+}
+
+/// The name server and the domain of the guests (RFC 8106, 5.1, 5.2).
+fn names(ipv6: &Ipv6, network: &str, message: &mut Vec<u8>) {
+    message.extend([25, 3, 0, 0]);
+    message.extend(NAMES_LIFETIME.to_be_bytes());
+    message.extend(ipv6.gateway().octets());
+    let mut domain = Vec::new();
+    for label in [network, "internal", ""] {
+        domain.push(u8::try_from(label.len()).unwrap_or_default());
+        domain.extend(label.bytes());
+    }
+    domain.resize(domain.len().next_multiple_of(8), 0);
+    message.extend([31, u8::try_from(1 + domain.len() / 8).unwrap_or_default(), 0, 0]);
+    message.extend(NAMES_LIFETIME.to_be_bytes());
+    message.extend(domain);
 }
 
 #[cfg(test)]
@@ -170,12 +189,19 @@ mod tests {
     #[test]
     fn guests_are_told_prefix_mtu_and_whether_there_is_a_way_out() {
         let message = advertisement(&table(), true).unwrap();
-        assert_eq!(message.len(), 16 + 8 + 8 + 32);
+        assert_eq!(message.len(), 16 + 8 + 8 + 32 + 24 + 24);
         assert_eq!(message[..8], [134, 0, 0, 0, 64, 0x80, 0x07, 0x08]);
         assert_eq!(message[16..24], [1, 1, 2, 0, 0, 0, 0, 1]);
         assert_eq!(message[24..32], [5, 1, 0, 0, 0, 0, 0x05, 0x78]);
         assert_eq!(message[32..36], [3, 4, 64, 0xc0]);
-        assert_eq!(message[48..], "fd00:80::".parse::<Ipv6Addr>().unwrap().octets());
+        assert_eq!(message[48..64], "fd00:80::".parse::<Ipv6Addr>().unwrap().octets());
+        assert_eq!(message[64..72], [25, 3, 0, 0, 0, 0, 0x07, 0x08]);
+        assert_eq!(
+            message[72..88],
+            "fd00:80::1".parse::<Ipv6Addr>().unwrap().octets()
+        );
+        assert_eq!(message[88..96], [31, 3, 0, 0, 0, 0, 0x07, 0x08]);
+        assert_eq!(&message[96..], b"\x03lan\x08internal\0\0\0");
         assert_eq!(advertisement(&table(), false).unwrap()[35], 0x80, "by DHCP alone");
         let isolated = Table {
             routes: false,

@@ -40,8 +40,6 @@ pub const TABLE: &str = "table.json";
 const MAX_TABLE: u64 = 16 << 20;
 /// Time between two messages about declined addresses: a guest can decline as often as it likes.
 const DECLINE_PAUSE: Duration = Duration::from_secs(10);
-/// Place of the socket for DHCP for IPv6 among the descriptors.
-const DHCP6: usize = 5;
 /// Largest UDP packet.
 const MAX_PACKET: usize = 65_535;
 
@@ -55,30 +53,41 @@ pub struct Arguments {
 
 /// Serves until it is killed.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let take = |index: usize| sys::inherited(FIRST_FD + index);
-    let folder = take(0).context("take the network's folder")?;
-    // Whether the network has IPv6 never changes.
+    let mut places = FIRST_FD..;
+    let mut take = |what: &str| {
+        let place = places.next().unwrap_or(usize::MAX);
+        sys::inherited(place).with_context(|| format!("take {what}"))
+    };
+    let folder = take("the network's folder")?;
+    // The addresses of the network never change.
     let table = openat(&folder, TABLE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
-    let table = table.ok().map(File::from).and_then(|file| read(file).ok());
-    let ipv6 = table.and_then(|table| table.ipv6);
-    let dhcp6 = ipv6.as_ref().map(|_| take(DHCP6)).transpose();
-    let routers = ipv6.map(|ipv6| {
-        let socket = UdpSocket::from(take(4)?);
-        let nodes = ra::nodes(&socket, &ipv6)?;
-        io::Result::Ok((socket, nodes))
-    });
-    let listener = take(3).context("take the socket for DNS by TCP")?;
-    let streams = Streams::open(TcpListener::from(listener), streams::PORT);
+    let table = table.context("open the table").and_then(|file| read(file.into()));
+    let Table { ipv4, ipv6, .. } = table.context("read the table of the network")?;
+    let (mut dhcp, mut dhcp6, mut routers) = (None, None, None);
+    let (mut dns, mut listeners) = ([None, None], Vec::new());
+    if ipv4.is_some() {
+        dhcp = Some(UdpSocket::from(take("the socket for DHCP")?));
+    }
+    let families = dns.iter_mut().zip([ipv4.is_some(), ipv6.is_some()]);
+    for (dns, _) in families.filter(|(_, is_served)| *is_served) {
+        *dns = Some(UdpSocket::from(take("the socket for DNS")?));
+        listeners.push(TcpListener::from(take("the socket for DNS by TCP")?));
+    }
+    if let Some(ipv6) = ipv6 {
+        let socket = UdpSocket::from(take("the socket for router advertisements")?);
+        let nodes = ra::nodes(&socket, &ipv6).context("find the bridge")?;
+        routers = Some((socket, nodes));
+        dhcp6 = Some(take("the socket for DHCP for IPv6")?);
+    }
+    let streams = Streams::open(listeners, streams::PORT);
     let mut server = Server {
-        dhcp6: dhcp6.context("take the socket for DHCP for IPv6")?,
+        dhcp,
+        dhcp6,
+        dns,
         streams: streams.context("open sockets for name servers by TCP")?,
-        routers: routers
-            .transpose()
-            .context("take the socket for router advertisements")?,
+        routers,
         schedule: ra::Schedule::default(),
         declined: None,
-        dhcp: UdpSocket::from(take(1).context("take the socket for DHCP")?),
-        dns: UdpSocket::from(take(2).context("take the socket for DNS")?),
         forwarder: Forwarder::open().context("open sockets for name servers")?,
         tables: Tables::of(TABLE.into()),
         packet: vec![0; MAX_PACKET],
@@ -95,6 +104,20 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     }
 }
 
+/// A source of packets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    Dhcp,
+    Dhcp6,
+    Routers,
+    /// A socket for DNS, by its place.
+    Dns(usize),
+    /// A socket for name servers, by its place.
+    Server(usize),
+    /// Any connection for DNS by TCP.
+    Streams,
+}
+
 /// State of the helper process.
 struct Server {
     /// For router advertisements, and where they go; none without IPv6.
@@ -103,10 +126,12 @@ struct Server {
     schedule: ra::Schedule,
     /// A packet socket, without IPv6 none.
     dhcp6: Option<OwnedFd>,
-    dhcp: UdpSocket,
+    /// None without IPv4.
+    dhcp: Option<UdpSocket>,
     /// When the last message about a declined address was written.
     declined: Option<Instant>,
-    dns: UdpSocket,
+    /// Of IPv4 and of IPv6.
+    dns: [Option<UdpSocket>; 2],
     forwarder: Forwarder,
     streams: Streams,
     tables: Tables,
@@ -117,26 +142,25 @@ impl Server {
     /// Waits for packets, and serves one of each socket.
     fn turn(&mut self) -> io::Result<()> {
         let ready = self.wait()?;
-        let ready = |index: usize| ready.get(index).copied().unwrap_or(false);
-        if ready(0) {
+        if ready.contains(&Source::Dhcp) {
             self.dhcp()?;
         }
-        self.dhcp6()?;
-        if ready(1) {
-            self.dns()?;
+        if ready.contains(&Source::Dhcp6) {
+            self.dhcp6()?;
         }
-        let forwarders = self.forwarder.sockets().len();
-        for socket in 0..forwarders {
-            if ready(2 + socket) {
-                self.reply(socket)?;
+        for source in &ready {
+            match source {
+                Source::Dns(family) => self.dns(*family)?,
+                Source::Server(socket) => self.reply(*socket)?,
+                _ => {}
             }
         }
-        self.tell_routers(ready(2 + forwarders))?;
+        self.tell_routers(ready.contains(&Source::Routers))?;
         let now = Instant::now();
         let answers = self.forwarder.expire(now);
         self.answer_all(answers);
         let is_due = self.streams.deadline().is_some_and(|deadline| deadline <= now);
-        if (ready(3 + forwarders) || is_due)
+        if (ready.contains(&Source::Streams) || is_due)
             && let Some(table) = self.tables.current()
         {
             self.streams.turn(table, now);
@@ -144,20 +168,33 @@ impl Server {
         Ok(())
     }
 
-    /// Which sockets have something: those for DHCP and DNS, those of the forwarder, the one for routers, and any for DNS by TCP.
-    fn wait(&self) -> io::Result<Vec<bool>> {
-        let sockets = [&self.dhcp, &self.dns]
-            .into_iter()
-            .chain(self.forwarder.sockets());
-        let mut watched: Vec<_> = sockets.map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
-        let routers = watched.len();
-        watched.extend(
-            self.routers
-                .iter()
-                .map(|(socket, _)| PollFd::new(socket, PollFlags::IN)),
-        );
-        let streams = watched.len();
-        watched.extend(self.dhcp6.iter().map(|socket| PollFd::new(socket, PollFlags::IN)));
+    /// The sources of packets that have some.
+    fn wait(&self) -> io::Result<Vec<Source>> {
+        let mut sources = Vec::new();
+        let mut watched = Vec::new();
+        {
+            let mut watch = |source, socket| {
+                sources.push(source);
+                watched.push(PollFd::from_borrowed_fd(socket, PollFlags::IN));
+            };
+            if let Some(socket) = &self.dhcp {
+                watch(Source::Dhcp, socket.as_fd());
+            }
+            if let Some(socket) = &self.dhcp6 {
+                watch(Source::Dhcp6, socket.as_fd());
+            }
+            if let Some((socket, _)) = &self.routers {
+                watch(Source::Routers, socket.as_fd());
+            }
+            for (family, socket) in self.dns.iter().enumerate() {
+                if let Some(socket) = socket {
+                    watch(Source::Dns(family), socket.as_fd());
+                }
+            }
+            for (place, socket) in self.forwarder.sockets().iter().enumerate() {
+                watch(Source::Server(place), socket.as_fd());
+            }
+        }
         self.streams.watch(&mut watched);
         let tells = self.routers.as_ref();
         let tells = tells.map(|_| self.schedule.due().unwrap_or_else(Instant::now));
@@ -171,17 +208,23 @@ impl Server {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
-        let all = watched.iter().map(|socket| !socket.revents().is_empty());
-        let mut ready: Vec<_> = all.collect();
-        let streams = ready.split_off(streams).contains(&true);
-        ready.resize(routers + 1, false);
-        ready.push(streams);
+        let mut ready = Vec::new();
+        // Those of the streams are the last ones.
+        let all = sources.into_iter().chain(std::iter::repeat(Source::Streams));
+        for (socket, source) in watched.iter().zip(all) {
+            if !socket.revents().is_empty() {
+                ready.push(source);
+            }
+        }
         Ok(ready)
     }
 
     fn answer_all(&self, answers: Vec<Answer>) {
+        let [ipv4, ipv6] = &self.dns;
         for Answer { client, packet } in answers {
-            answer(&self.dns, &packet, client);
+            if let Some(socket) = if client.is_ipv6() { ipv6 } else { ipv4 } {
+                answer(socket, &packet, client);
+            }
         }
     }
 
@@ -249,37 +292,44 @@ impl Server {
     }
 
     fn dhcp(&mut self) -> io::Result<()> {
-        let Some((length, _)) = received(self.dhcp.recv_from(&mut self.packet))? else {
+        let Some(socket) = &self.dhcp else {
+            return Ok(());
+        };
+        let Some((length, _)) = received(socket.recv_from(&mut self.packet))? else {
             return Ok(());
         };
         let (Some(table), Some(packet)) = (self.tables.current(), self.packet.get(..length)) else {
             return Ok(());
         };
         if let Some((reply, to)) = dhcp::respond(table, packet) {
-            answer(&self.dhcp, &reply, to);
+            answer(socket, &reply, to);
         }
         let now = Instant::now();
         if self.declined.is_none_or(|last| last + DECLINE_PAUSE <= now)
             && let Some(host) = dhcp::declined(table, packet)
+            && let Some(address) = host.address
         {
             self.declined = Some(now);
             eprintln!(
-                "VM \"{}\" declines its address {} in the network \"{}\": another host of the network uses the address",
-                host.name, host.address, table.network
+                "VM \"{}\" declines its address {address} in the network \"{}\": another host of the network uses the address",
+                host.name, table.network
             );
         }
         Ok(())
     }
 
-    fn dns(&mut self) -> io::Result<()> {
-        let Some((length, client)) = received(self.dns.recv_from(&mut self.packet))? else {
+    fn dns(&mut self, family: usize) -> io::Result<()> {
+        let Some(Some(socket)) = self.dns.get(family) else {
+            return Ok(());
+        };
+        let Some((length, client)) = received(socket.recv_from(&mut self.packet))? else {
             return Ok(());
         };
         let (Some(table), Some(packet)) = (self.tables.current(), self.packet.get(..length)) else {
             return Ok(());
         };
         match dns::decide(table, packet, Way::Udp) {
-            Verdict::Answer(reply) => answer(&self.dns, &reply, client),
+            Verdict::Answer(reply) => answer(socket, &reply, client),
             Verdict::Forward(question) => {
                 let (servers, now) = (&table.forward, Instant::now());
                 let answers = self.forwarder.forward(packet, client, question, servers, now);
@@ -411,7 +461,7 @@ mod tests {
     #[test]
     fn the_largest_network_has_a_table_that_is_read_as_a_whole() {
         let host = Host {
-            address: [255; 4].into(),
+            address: Some([255; 4].into()),
             address6: Some([0xff; 16].into()),
             name: "n".repeat(63),
             primary: false,

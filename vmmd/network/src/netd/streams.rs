@@ -50,7 +50,7 @@ const LENGTH: usize = 2;
 /// Connections of guests and to name servers.
 #[derive(Debug)]
 pub struct Streams {
-    listener: TcpListener,
+    listeners: Vec<TcpListener>,
     guests: Vec<Guest>,
     upstreams: Vec<Upstream>,
     /// Servers that could not be asked, and until when they are asked last.
@@ -103,7 +103,7 @@ struct Work {
 
 impl Streams {
     /// Opens the sockets for name servers, in the network of the caller. Name servers listen on `port`.
-    pub fn open(listener: TcpListener, port: u16) -> io::Result<Self> {
+    pub fn open(listeners: Vec<TcpListener>, port: u16) -> io::Result<Self> {
         let mut upstreams = Vec::new();
         for (domain, is_ipv6) in [(Domain::IPV4, false), (Domain::IPV6, true)] {
             for _ in 0..SOCKETS {
@@ -121,7 +121,7 @@ impl Streams {
             }
         }
         Ok(Self {
-            listener,
+            listeners,
             guests: Vec::new(),
             upstreams,
             silent: BTreeMap::new(),
@@ -132,7 +132,8 @@ impl Streams {
 
     /// Adds the sockets that a [`Self::turn`] waits for.
     pub fn watch<'a>(&'a self, watched: &mut Vec<PollFd<'a>>) {
-        watched.push(PollFd::new(&self.listener, PollFlags::IN));
+        let listeners = self.listeners.iter();
+        watched.extend(listeners.map(|listener| PollFd::new(listener, PollFlags::IN)));
         for guest in &self.guests {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, guest.reads());
@@ -200,7 +201,8 @@ impl Streams {
     }
 
     fn accept(&mut self, now: Instant) {
-        while let Ok(stream) = accept_with(&self.listener, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC) {
+        let accept = |listener| accept_with(listener, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC);
+        while let Some(stream) = self.listeners.iter().find_map(|listener| accept(listener).ok()) {
             let stream = TcpStream::from(stream);
             let Ok(address) = stream.peer_addr() else {
                 continue;
@@ -494,7 +496,7 @@ mod tests {
             forward: forward.to_vec(),
             ..table()
         };
-        let to = streams.listener.local_addr().unwrap();
+        let to = streams.listeners[0].local_addr().unwrap();
         let client = thread::spawn(move || client(to));
         while !client.is_finished() {
             let mut watched = Vec::new();
@@ -551,7 +553,7 @@ mod tests {
     #[test]
     fn queries_of_a_connection_are_answered() {
         let port = name_server(Ipv4Addr::LOCALHOST, 0, 0, 40_000);
-        let mut streams = Streams::open(listener(), port).unwrap();
+        let mut streams = Streams::open(vec![listener()], port).unwrap();
         for _ in 0..3 {
             let answers = serve(&mut streams, &[Ipv4Addr::LOCALHOST.into()], |to| {
                 ask(to, &["web.lan.internal."; 3])
@@ -571,7 +573,7 @@ mod tests {
     #[test]
     fn more_queries_than_sockets_wait_for_their_turn() {
         let port = name_server(Ipv4Addr::LOCALHOST, 0, 0, 0);
-        let mut streams = Streams::open(listener(), port).unwrap();
+        let mut streams = Streams::open(vec![listener()], port).unwrap();
         let names = ["example.com."; 3 * SOCKETS];
         let answers = serve(&mut streams, &[Ipv4Addr::LOCALHOST.into()], move |to| {
             ask(to, &names)
@@ -595,7 +597,7 @@ mod tests {
             (vec![nobody, refuses], 5),
             (vec![nobody], 2),
         ] {
-            let mut streams = Streams::open(listener(), port).unwrap();
+            let mut streams = Streams::open(vec![listener()], port).unwrap();
             let servers: Vec<_> = servers.into_iter().map(IpAddr::from).collect();
             let answers = serve(&mut streams, &servers, |to| ask(to, &["example.com."]));
             assert_eq!(answers[0].metadata.response_code.low(), expected, "{servers:?}");
@@ -609,7 +611,7 @@ mod tests {
     fn server_that_cannot_be_reached_is_asked_last() {
         let (good, nobody) = (Ipv4Addr::new(127, 0, 0, 5), Ipv4Addr::new(127, 0, 0, 6));
         let port = name_server(good, 0, 3, 0);
-        let mut streams = Streams::open(listener(), port).unwrap();
+        let mut streams = Streams::open(vec![listener()], port).unwrap();
         let servers = [IpAddr::from(nobody), good.into()];
         serve(&mut streams, &servers, |to| ask(to, &["example.com."]));
         // This server is present from now on. It refuses.
@@ -637,8 +639,8 @@ mod tests {
 
     #[test]
     fn guest_has_a_bounded_number_of_connections_and_idle_ones_end() {
-        let mut streams = Streams::open(listener(), PORT).unwrap();
-        let to = streams.listener.local_addr().unwrap();
+        let mut streams = Streams::open(vec![listener()], PORT).unwrap();
+        let to = streams.listeners[0].local_addr().unwrap();
         let clients: Vec<_> = (0..20).map(|_| TcpStream::connect(to).unwrap()).collect();
         let now = Instant::now();
         streams.turn(&table(), now);

@@ -12,14 +12,10 @@ use serde::{Deserialize, Serialize};
 pub struct Table {
     /// The network's name: `<vm>.<network>.internal`.
     pub network: String,
-    /// The helper's own address, and the gateway; VMs have no other routes when `routes` is false.
-    pub gateway: Ipv4Addr,
-    /// There is something behind the gateway.
+    /// There is something behind the gateways; VMs have no other routes when it is false.
     pub routes: bool,
-    /// The network's mask.
-    pub mask: Ipv4Addr,
-    /// The network's broadcast address.
-    pub broadcast: Ipv4Addr,
+    /// IPv4 configuration, if the network has IPv4.
+    pub ipv4: Option<Ipv4>,
     /// In bytes.
     pub mtu: u16,
     /// Name servers for all other names; without any, queries are not forwarded.
@@ -32,10 +28,20 @@ pub struct Table {
     /// For how long VMs are given their addresses, in seconds.
     pub lease_seconds: u32,
     /// IPv6 configuration, if the network has IPv6.
-    #[serde(default)]
     pub ipv6: Option<Ipv6>,
     /// By MAC address: "52:54:00:12:34:56".
     pub hosts: BTreeMap<String, Host>,
+}
+
+/// IPv4 configuration of guests.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ipv4 {
+    /// The helper's own address, and the gateway.
+    pub gateway: Ipv4Addr,
+    /// The network's mask.
+    pub mask: Ipv4Addr,
+    /// The network's broadcast address.
+    pub broadcast: Ipv4Addr,
 }
 
 /// Data from which guests form their IPv6 addresses and routes (RFC 4861, 4.2).
@@ -49,11 +55,23 @@ pub struct Ipv6 {
     pub prefix: Ipv6Addr,
 }
 
+impl Ipv6 {
+    /// The helper's own address.
+    pub fn gateway(&self) -> Ipv6Addr {
+        (self.prefix.to_bits() | 1).into()
+    }
+
+    /// Whether an address is of the network.
+    pub fn has(&self, address: Ipv6Addr) -> bool {
+        address.octets().get(..8) == self.prefix.octets().get(..8)
+    }
+}
+
 /// A VM's NIC.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Host {
-    /// Its address.
-    pub address: Ipv4Addr,
+    /// Its IPv4 address.
+    pub address: Option<Ipv4Addr>,
     /// The one that it makes itself.
     #[serde(default)]
     pub address6: Option<Ipv6Addr>,

@@ -420,7 +420,6 @@ pub enum Attachment {
 
 stored! {
     /// A port of the node that leads to a guest.
-    #[derive(Copy)]
     PublishedPort of v1::PublishedPort {
         #[prost(int32, tag = "1")]
         protocol: i32,
@@ -428,6 +427,10 @@ stored! {
         node_port: u32,
         #[prost(uint32, tag = "3")]
         guest_port: u32,
+        #[prost(string, tag = "4")]
+        address: String,
+        #[prost(uint32, tag = "5")]
+        last_node_port: u32,
     }
 }
 

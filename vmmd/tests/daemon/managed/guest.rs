@@ -111,14 +111,16 @@ for _ in range(5):
         Some((address.parse().unwrap(), router.parse().unwrap()))
     }
 
-    /// Asks a name server for the address of a name: the response code (RFC 1035, 4.1.1), and the address.
+    /// Asks a name server for the address of a name, of the family of the server's address: the response code (RFC 1035, 4.1.1), and
+    /// the address.
     pub fn resolve(&self, server: &str, name: &str) -> String {
         let program = r#"
 import socket, struct, sys
 server, name = sys.argv[1:]
 labels = b''.join(bytes([len(label)]) + label.encode() for label in name.split('.'))
-query = struct.pack('!HHHHHH', 7, 0x100, 1, 0, 0, 0) + labels + struct.pack('!BHH', 0, 1, 1)
-s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+family, kind, length = (socket.AF_INET6, 28, 16) if ':' in server else (socket.AF_INET, 1, 4)
+query = struct.pack('!HHHHHH', 7, 0x100, 1, 0, 0, 0) + labels + struct.pack('!BHH', 0, kind, 1)
+s = socket.socket(family, socket.SOCK_DGRAM)
 s.settimeout(2)
 for _ in range(5):
     s.sendto(query, (server, 53))
@@ -127,7 +129,7 @@ for _ in range(5):
     except TimeoutError:
         continue
     assert answer[:2] == query[:2]
-    print(answer[3] & 15, socket.inet_ntoa(answer[-4:]) if answer[7] else '-')
+    print(answer[3] & 15, socket.inet_ntop(family, answer[-length:]) if answer[7] else '-')
     break
 "#;
         let output = self

@@ -10,9 +10,8 @@ impl Guest {
         let nic = status(&running).nics[0].clone();
         daemon.kill_vm(vm).await.unwrap();
         let guest = Self::on(node, &nic.tap, bridge, &nic.mac);
-        let [_, address] = nic.addresses.as_slice() else {
-            panic!("{:?}", nic.addresses);
-        };
+        let address = nic.addresses.last().unwrap();
+        assert!(address.contains(':'), "{:?}", nic.addresses);
         (guest, address.clone())
     }
 
@@ -228,6 +227,70 @@ async fn guest_with_stable_privacy_addresses_has_ipv6_by_dhcp() {
     guest_ip(&format!("addr add {own}/128 dev eth0 nodad"));
     assert!(guest.reaches("fd00:80::1", &own), "the gateway");
     assert!(guest.reaches(&of_other, &own), "another guest");
+}
+
+#[tokio::test]
+async fn network_without_ipv4_has_addresses_names_and_firewalls() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let spec = v1::NetworkSpec {
+        ipv6_cidr: "fd00:80::/64".into(),
+        ..v1::NetworkSpec::default()
+    };
+    let made = daemon.make_network_as("lan", spec).await.unwrap();
+    let state = made.status.unwrap();
+    assert_eq!(
+        (state.gateway.as_str(), state.ipv6_gateway.as_str()),
+        ("", "fd00:80::1")
+    );
+    assert_eq!(namespace.ip("-4 addr show").trim(), "");
+    let with_ipv4 = NicSpec {
+        address: "10.80.0.9".into(),
+        ..nic("lan")
+    };
+    let refused = daemon.start_in("x", with_ipv4).await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "ADDRESS_NOT_IN_NETWORK");
+    assert_says(&refused, "no IPv4 addresses");
+    // The guest "b" takes connections of "a" alone.
+    let rule = v1::NicRule {
+        addresses: vec!["192.0.2.1".into(), "fd00:80::5054:ff:fe00:1/128".into()],
+        ..v1::NicRule::default()
+    };
+    let firewall = v1::NicFirewall {
+        ingress: Some(v1::NicRules { allow: vec![rule] }),
+        egress: None,
+    };
+    let tracks = tracks_bridges(&namespace);
+    for (number, vm) in (1..).zip(["a", "b", "c"]) {
+        let nic = NicSpec {
+            mac: format!("52:54:00:00:00:0{number}"),
+            firewall: (vm == "b" && tracks).then(|| firewall.clone()),
+            ..nic("lan")
+        };
+        let addresses = daemon.start_in(vm, nic).await.unwrap();
+        assert_eq!(addresses, [format!("fd00:80::5054:ff:fe00:{number}")]);
+    }
+    let mut guests = Vec::new();
+    for vm in ["a", "b", "c"] {
+        guests.push(Guest::with_ipv6(&namespace, &daemon, vm, &state.bridge).await);
+    }
+    daemon.kill();
+    let [(a, own), (b, of_b), (c, of_c)] = guests.as_slice() else {
+        panic!("three guests");
+    };
+    for (guest, address) in &guests {
+        guest.has(address).await;
+    }
+    assert_eq!(a.dhcp6(), *own);
+    assert_eq!(a.resolve("fd00:80::1", "b.lan.internal"), format!("0 {of_b}"));
+    assert!(
+        a.resolve_by_tcp("fd00:80::1", 53, "b.lan.internal")
+            .starts_with("0 ")
+    );
+    assert_eq!(a.resolve_by_tcp("fd00:80::1", 80, "b.lan.internal"), "refused");
+    assert!(a.reaches(of_b, ""), "a rule names its address");
+    assert_eq!(c.reaches(of_b, ""), !tracks, "no rule is about it");
+    assert!(b.reaches(of_c, ""), "its own connection");
 }
 
 #[tokio::test]

@@ -293,6 +293,7 @@ async fn nat_takes_translated_packets_for_published_ports_only() {
             protocol: v1::PortProtocol::Udp.into(),
             node_port: 8000,
             guest_port: 7000,
+            ..Default::default()
         }],
         ..nic("lan")
     };
@@ -343,5 +344,202 @@ async fn link_local_addresses_of_the_outside_are_not_reached() {
     for (guest, address) in guests {
         guest.send((address, 7000), "169.254.169.254", &[7000], "metadata");
         assert_eq!(outside.next(), "7000 metadata");
+    }
+}
+
+#[tokio::test]
+async fn port_of_one_address_of_the_node_leads_to_its_guest() {
+    let namespace = Namespace::new();
+    let world = world(&namespace);
+    namespace.ip("addr add 198.51.100.9/24 dev world");
+    let mut daemon = Daemon::in_network_with(&namespace.0, "published_ports = ['8000-8099']\n").await;
+    let made = daemon.make_network("lan", "10.80.0.0/24", NetworkMode::Nat).await;
+    made.unwrap();
+    let published = |address: &str, first: u32, last: u32| NicSpec {
+        published_ports: vec![PublishedPort {
+            protocol: v1::PortProtocol::Udp.into(),
+            node_port: first,
+            guest_port: 7000,
+            address: address.into(),
+            last_node_port: last,
+        }],
+        ..nic("lan")
+    };
+    daemon
+        .start_in("a", published("198.51.100.1", 8000, 8001))
+        .await
+        .unwrap();
+    // The same port of another address is free, but not of all addresses.
+    daemon
+        .start_in("b", published("198.51.100.9", 8000, 0))
+        .await
+        .unwrap();
+    let refused = daemon.start_in("c", published("", 8001, 0)).await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "PORT_IN_USE");
+    assert_says(
+        &refused,
+        "UDP port 8001 at 198.51.100.1 of the node leads to NIC \"eth0\" of VM \"a\"",
+    );
+    let refused = daemon.start_in("d", published("", 8099, 8100)).await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "PORT_NOT_ALLOWED");
+    assert_says(&refused, "8100/udp");
+    assert_says(&refused, "8000-8099");
+    let (a, b) = (
+        Guest::in_place_of(&namespace, &daemon, "a").await,
+        Guest::in_place_of(&namespace, &daemon, "b").await,
+    );
+    daemon.kill();
+    let mut of_a = listen(&a.namespace, &[7000, 7001]);
+    let mut of_b = listen(&b.namespace, &[7000, 7001]);
+    let send = |to, port, text| world.send(("198.51.100.2", 7002), to, &[port], text);
+    send("198.51.100.9", 8001, "nobody's");
+    send("198.51.100.9", 8000, "for b");
+    send("198.51.100.1", 8000, "for a");
+    send("198.51.100.1", 8001, "for a, too");
+    assert_eq!(of_b.next(), "7000 for b");
+    assert_eq!([of_a.next(), of_a.next()], ["7000 for a", "7001 for a, too"]);
+}
+
+#[tokio::test]
+async fn denied_ranges_are_not_reached_and_change() {
+    let namespace = Namespace::new();
+    let world = world(&namespace);
+    world.ip("addr add 203.0.113.7/32 dev eth0");
+    world.ip("addr add fd00:99::2/64 dev eth0 nodad");
+    namespace.ip("addr add fd00:99::1/64 dev world nodad");
+    namespace.ip("route add 203.0.113.0/24 dev world");
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let deny = |ranges: &[&str]| v1::NetworkSpec {
+        deny: ranges.iter().map(|range| (*range).to_owned()).collect(),
+        ..dual_stack()
+    };
+    let wrong = daemon
+        .make_network_as("lan", deny(&["203.0.113.1/24"]))
+        .await
+        .unwrap_err();
+    assert_says(&wrong, "network.spec.deny[0]: must be an address, or a range");
+    let spec = deny(&["203.0.113.0/25", "203.0.113.7", "fd00:99::/64"]);
+    let made = daemon.create_network("lan", spec, "second").await.unwrap();
+    let addresses = daemon.start_in("a", nic("lan")).await.unwrap();
+    let guest = Guest::in_place_of(&namespace, &daemon, "a").await;
+    guest.has(&addresses[1]).await;
+    let mut outside = listen(&world, &[7000, 7001]);
+    let send = |to, port, text| guest.namespace.send((&addresses[0], 7000), to, &[port], text);
+    let send6 = |text| {
+        guest
+            .namespace
+            .send((&addresses[1], 7000), "fd00:99::2", &[7000], text);
+    };
+    send("203.0.113.7", 7000, "denied");
+    send6("denied");
+    send("198.51.100.2", 7001, "allowed");
+    assert_eq!(outside.next(), "7001 allowed");
+    // By a few elements, while the VM keeps its NIC.
+    let mut request = v1::UpdateNetworkRequest {
+        network: Some(v1::Network {
+            metadata: metadata_of("lan"),
+            spec: Some(deny(&["203.0.113.0/25"])),
+            status: None,
+        }),
+        update_mask: Some(vmmd_api::well_known::FieldMask {
+            paths: vec!["spec.deny".into()],
+        }),
+        ..Default::default()
+    };
+    daemon
+        .networks()
+        .await
+        .update_network(request.clone())
+        .await
+        .unwrap();
+    send("203.0.113.7", 7000, "denied");
+    send6("allowed by IPv6");
+    assert_eq!(outside.next(), "7000 allowed by IPv6");
+    request.network.as_mut().unwrap().spec = Some(deny(&[]));
+    daemon.networks().await.update_network(request).await.unwrap();
+    send("203.0.113.7", 7000, "allowed at last");
+    assert_eq!(outside.next(), "7000 allowed at last");
+    assert_eq!(made.status.unwrap().mtu, 1500);
+}
+
+#[tokio::test]
+async fn guest_fills_neither_neighbors_nor_connections_of_the_node() {
+    let (namespace, mut daemon, [made]) = Daemon::with_networks(["lan"]).await;
+    let world = world(&namespace);
+    for vm in ["a", "b"] {
+        daemon.start_in(vm, nic("lan")).await.unwrap();
+    }
+    let (a, b) = (
+        Guest::in_place_of(&namespace, &daemon, "a").await,
+        Guest::in_place_of(&namespace, &daemon, "b").await,
+    );
+    daemon.kill();
+    let bridge = made.status.unwrap().bridge;
+    // By way of the gateway to addresses that no guest has, and to one that a guest has.
+    let gateway = namespace.run(&format!("cat /sys/class/net/{bridge}/address"));
+    for last in 3..60 {
+        a.namespace.ip(&format!(
+            "neigh replace 10.80.0.{last} lladdr {} dev eth0",
+            gateway.trim()
+        ));
+    }
+    let mut ear = listen(&b.namespace, &[7000]);
+    for last in 4..60 {
+        let to = format!("10.80.0.{last}");
+        a.namespace.send(("10.80.0.2", 7000), &to, &[7000], "to nobody");
+    }
+    a.namespace
+        .send(("10.80.0.2", 7000), "10.80.0.3", &[7000], "to b");
+    assert_eq!(ear.next(), "7000 to b");
+    let neighbors = namespace.ip(&format!("-4 neigh show dev {bridge}"));
+    assert!(neighbors.lines().count() <= 2, "{neighbors}");
+    // More connections than a guest may have.
+    let program = r#"
+import socket
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for number in range(20000):
+    s.sendto(b'x', ('198.51.100.2', 10000 + number))
+"#;
+    let output = a.namespace.python(program).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let count = namespace.run("cat /proc/sys/net/netfilter/nf_conntrack_count");
+    let count: u32 = count.trim().parse().unwrap();
+    assert!((16_000..17_000).contains(&count), "{count} connections");
+    let mut outside = listen(&world, &[7000]);
+    b.namespace
+        .send(("10.80.0.3", 7002), "198.51.100.2", &[7000], "of another guest");
+    assert_eq!(outside.next(), "7000 of another guest");
+}
+
+#[tokio::test]
+async fn network_has_the_mtu_of_the_default_route() {
+    let namespace = Namespace::new();
+    let _world = world(&namespace);
+    for command in [
+        "link add eth9 mtu 1300 up type bridge",
+        "addr add 192.0.2.1/24 dev eth9",
+        "link set world mtu 1400",
+        "route add default via 192.0.2.2 dev eth9 metric 200",
+        "route add default via 198.51.100.2 dev world metric 100",
+    ] {
+        namespace.ip(command);
+    }
+    let daemon = Daemon::in_network(&namespace.0).await;
+    for (name, cidr, mode, own, expected) in [
+        ("nat", "10.80.0.0/24", NetworkMode::Nat, 0, 1400),
+        ("alone", "10.81.0.0/24", NetworkMode::Isolated, 0, 1500),
+        ("own", "10.82.0.0/24", NetworkMode::Nat, 1280, 1280),
+    ] {
+        let spec = v1::NetworkSpec {
+            ipv4_cidr: cidr.into(),
+            mode: mode.into(),
+            mtu: own,
+            ..v1::NetworkSpec::default()
+        };
+        let made = daemon.make_network_as(name, spec).await.unwrap();
+        let state = made.status.unwrap();
+        assert_eq!((state.mtu, made.spec.unwrap().mtu), (expected, own));
+        let link = namespace.ip(&format!("-o link show {}", state.bridge));
+        assert!(link.contains(&format!("mtu {expected} ")), "{link}");
     }
 }

@@ -6,7 +6,8 @@ fn network(mode: NetworkMode) -> Network {
         mac: "02:01:23:45:67:89".parse().unwrap(),
         mode,
         net6: None,
-        gateway: [10, 80, 0, 1].into(),
+        gateway: Some([10, 80, 0, 1].into()),
+        deny: Vec::new(),
     }
 }
 
@@ -14,12 +15,13 @@ fn port(address6: Option<Ipv6Addr>) -> Port {
     Port {
         tap: "vm0123456789n0".into(),
         mac: "52:54:00:00:00:01".parse().unwrap(),
-        address: [10, 80, 0, 2].into(),
+        address: Some([10, 80, 0, 2].into()),
         address6,
         published: vec![PublishedPort {
             protocol: Protocol::Tcp,
             node_port: 8080,
             guest_port: 80,
+            address: None,
         }],
         firewall: Firewall::default(),
     }
@@ -46,8 +48,8 @@ fn nic_with_nat_has_its_addresses_and_its_ports() {
             r#"taps "vm0123456789n0""#,
             r#"macs "vm0123456789n0" . 52:54:00:00:00:01"#,
             r#"owned4 "vm0123456789n0" . 52:54:00:00:00:01 . 10.80.0.2"#,
-            "nat4 10.80.0.2",
             r#"inside4 10.80.0.2 . "vmb0123456789""#,
+            "nat4 10.80.0.2",
             "published4 6 . 8080 : 10.80.0.2 . 80",
             "target4 6 . 10.80.0.2 . 80",
         ]
@@ -55,11 +57,39 @@ fn nic_with_nat_has_its_addresses_and_its_ports() {
 }
 
 #[test]
+fn port_of_an_address_of_the_node_is_of_its_family() {
+    let net: Ipv6Net = "fd00:80::/64".parse().unwrap();
+    let address6 = net.of("52:54:00:00:00:01".parse().unwrap());
+    let mut port = port(Some(address6));
+    port.published[0].address = Some("192.0.2.1".parse().unwrap());
+    let elements = network(NetworkMode::Nat).elements_of(&port);
+    assert!(has(&elements, "bound4 192.0.2.1 . 6 . 8080 : 10.80.0.2 . 80"));
+    assert!(has(&elements, "target4 6 . 10.80.0.2 . 80"));
+    let translated = elements.iter().filter(|element| element.set.0 == Family::Inet);
+    let names: Vec<_> = translated.map(|element| element.set.1).collect();
+    let expected = ["inside4", "nat4", "bound4", "target4", "inside6", "nat6"];
+    assert_eq!(names, expected);
+}
+
+#[test]
+fn denied_ranges_are_elements_of_the_network() {
+    let network = Network {
+        deny: ["192.0.2.0/24", "2001:db8::/32"]
+            .map(|text| text.parse().unwrap())
+            .to_vec(),
+        ..network(NetworkMode::Nat)
+    };
+    let elements = network.elements();
+    assert!(has(&elements, r#"deny4 "vmb0123456789" . 192.0.2.0/24"#));
+    assert!(has(&elements, r#"deny6 "vmb0123456789" . 2001:db8::/32"#));
+}
+
+#[test]
 fn nic_without_nat_is_not_translated() {
     for mode in [NetworkMode::Isolated, NetworkMode::Routed] {
         let elements = network(mode).elements_of(&port(None));
-        assert!(elements.iter().all(|element| element.set.0 == Family::Bridge));
-        assert_eq!(elements.len(), 3);
+        let names: Vec<_> = elements.iter().map(|element| element.set.1).collect();
+        assert_eq!(names, ["taps", "macs", "owned4", "inside4"]);
     }
 }
 
@@ -78,6 +108,25 @@ fn nic_with_ipv6_owns_the_addresses_that_it_makes() {
     ] {
         assert!(has(&elements, line), "{line}: {:?}", lines(&elements));
     }
+}
+
+#[test]
+fn network_without_ipv4_has_no_elements_of_it() {
+    let net: Ipv6Net = "fd00:80::/64".parse().unwrap();
+    let network = Network {
+        net6: Some(net),
+        gateway: None,
+        ..network(NetworkMode::Nat)
+    };
+    let port = Port {
+        address: None,
+        ..port(Some(net.of("52:54:00:00:00:01".parse().unwrap())))
+    };
+    let elements = [network.elements(), network.elements_of(&port)].concat();
+    let names: Vec<_> = elements.iter().map(|element| element.set.1).collect();
+    assert!(!names.iter().any(|name| name.ends_with('4')), "{names:?}");
+    assert!(has(&elements, "gateways6 fd00:80::1"));
+    assert!(names.contains(&"published6") && names.contains(&"owned6"));
 }
 
 #[test]
