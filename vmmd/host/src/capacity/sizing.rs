@@ -17,7 +17,7 @@ pub struct Policy {
     pub min_cores: u32,
     /// Greatest number of cores, up to 254.
     pub max_cores: u32,
-    /// Least memory in MiB. Default 128, the least that a VM can have.
+    /// Least memory in MiB. Default 64, the least that a VM can have.
     #[serde(default = "min_memory")]
     pub min_memory_mib: u64,
     /// Greatest memory in MiB. Default 4,194,304, the most that a VM can have.
