@@ -247,7 +247,7 @@ async fn sizes_that_no_policy_allows_are_refused_with_what_is() {
     let expected = v1::SizingPolicy {
         min_cores: 1,
         max_cores: 2,
-        min_memory_bytes: 128 * MIB,
+        min_memory_bytes: 64 * MIB,
         max_memory_bytes: 1024 * MIB,
         memory_step_bytes: 256 * MIB,
         core_fractions_percent: vec![20, 100],

@@ -483,11 +483,11 @@ async fn guest_fills_neither_neighbors_nor_connections_of_the_node() {
             gateway.trim()
         ));
     }
-    let mut ear = listen(&b.namespace, &[7000]);
     for last in 4..60 {
         let to = format!("10.80.0.{last}");
         a.namespace.send(("10.80.0.2", 7000), &to, &[7000], "to nobody");
     }
+    let mut ear = listen(&b.namespace, &[7000]);
     a.namespace
         .send(("10.80.0.2", 7000), "10.80.0.3", &[7000], "to b");
     assert_eq!(ear.next(), "7000 to b");
