@@ -43,9 +43,9 @@ pub(super) struct HbaPort {
     number: u8,
     port: Mutex<Port>,
     wake: Arc<EventFd>,
-    /// Of a new medium, until the worker takes it. It is set with the port locked.
+    /// Engine of a new medium, until the worker takes it. It is set with the port locked.
     engine: Mutex<Option<Box<dyn Engine>>>,
-    /// There is one.
+    /// A new engine is there.
     changed: AtomicBool,
 }
 

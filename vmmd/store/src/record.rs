@@ -693,7 +693,7 @@ pub struct NetworkRecord {
     /// Revision in that run at its creation.
     #[prost(uint64, tag = "12")]
     pub made_revision: u64,
-    /// MTU in bytes where the spec has none; 0 for 1,500.
+    /// MTU in bytes when the spec does not set it; 0 for 1,500.
     #[prost(uint32, tag = "13")]
     pub mtu: u32,
     /// As of a VM.

@@ -149,7 +149,7 @@ fn command_of_the_old_medium_completes_with_its_data() {
     );
     harness.finish_all();
     assert_eq!(data(&harness, &read)[0], 1);
-    // The first command of the new medium is told that there is a new one.
+    // The first command after the change fails with a unit attention.
     assert_eq!(harness.read(register::TASK_FILE) & 1, 1);
     restart(&mut harness);
     assert_eq!(first_byte(&mut harness), 2);

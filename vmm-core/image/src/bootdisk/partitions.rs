@@ -56,7 +56,7 @@ pub fn has_esp(disk: &Window, block: u64) -> bool {
     (is_gpt && in_gpt()) || in_mbr()
 }
 
-/// What a BIOS finds in the first sector of a disk.
+/// Content of the first sector of a disk, for a BIOS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BootSector {
     /// The sector has no signature.

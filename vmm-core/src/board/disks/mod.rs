@@ -48,7 +48,7 @@ use crate::{
 pub(super) struct Disk {
     /// The guest can write to it.
     pub writable: bool,
-    /// Of a CD-ROM drive.
+    /// Tray of a CD-ROM drive.
     pub tray: Option<Arc<Tray>>,
     pub control: BlkControl,
     /// Its own, or its group's.

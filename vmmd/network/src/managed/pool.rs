@@ -20,7 +20,7 @@ pub enum Refusal {
 }
 
 /// The address of the NIC `nic` of the VM with UUID `vm`: the `requested` one, or its own, or one that is free. The requested address may be
-/// that of a NIC which does not keep it. A network without IPv4 has none: the IPv6 address of a NIC follows from its MAC address.
+/// that of a NIC which does not keep it. Without IPv4 there is no address to choose: the IPv6 address of a NIC follows from its MAC address.
 pub fn allocate(
     spec: &NetworkSpec,
     leases: &[LeaseRecord],

@@ -130,7 +130,7 @@ struct Server {
     dhcp: Option<UdpSocket>,
     /// When the last message about a declined address was written.
     declined: Option<Instant>,
-    /// Of IPv4 and of IPv6.
+    /// Sockets for IPv4 and for IPv6.
     dns: [Option<UdpSocket>; 2],
     forwarder: Forwarder,
     streams: Streams,

@@ -1,11 +1,11 @@
 //! Tasks that plug, unplug and change disks. The tasks are independent of the actor and report an
 //! [`Outcome`].
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use tokio::time::{Instant, sleep_until, timeout};
 use vmm_protocol::vmm::{
-    AttachDisk, ChangeMedium, DetachDisk, DiskStats, ErrorKind, MachineStats, ResizeDisk, SetRateLimit,
+    self, AttachDisk, ChangeMedium, DetachDisk, DiskStats, ErrorKind, MachineStats, ResizeDisk, SetRateLimit,
     Status, UpdateNic, request::Op, set_rate_limit::Target,
 };
 use vmmd_api::v1::GuestInfo;
@@ -79,6 +79,25 @@ pub enum AttachError {
     Unknown(Failure),
 }
 
+/// Opens the files of a disk, and describes the disk for the machine. `known` are the files that the VM has had.
+async fn open(
+    host: &Arc<Host>,
+    disk: Disk,
+    known: Known,
+    hardware: Hardware,
+) -> Result<((vmm::Disk, Vec<OwnedFd>), Plugged), Failure> {
+    let (of, paths) = (Arc::clone(host), files::paths(&disk, &host.sources()));
+    let opening = host.pools.files.run(&paths, move || {
+        let opened = files::open_disk("disk", &disk, &of.sources(), Locks::Take)?;
+        let plugged = Plugged {
+            ids: opened.ids.clone(),
+            known: files::learn(&known, "disk", &disk, &opened)?,
+        };
+        Ok((machine::plug(&hardware, &disk, opened), plugged))
+    });
+    opening.await.and_then(|opened| opened)
+}
+
 /// Opens a disk and plugs it in. `known` are the files that the VM has had.
 pub async fn attach(
     host: Arc<Host>,
@@ -88,16 +107,7 @@ pub async fn attach(
     hardware: Hardware,
 ) -> Result<Plugged, AttachError> {
     let name = disk.name.to_string();
-    let (of, paths) = (Arc::clone(&host), files::paths(&disk, &host.sources()));
-    let opening = host.pools.files.run(&paths, move || {
-        let opened = files::open_disk("disk", &disk, &of.sources(), Locks::Take)?;
-        let plugged = Plugged {
-            ids: opened.ids.clone(),
-            known: files::learn(&known, "disk", &disk, &opened)?,
-        };
-        Ok((machine::plug(&hardware, &disk, opened), plugged))
-    });
-    let opened = opening.await.and_then(|opened| opened);
+    let opened = open(&host, disk, known, hardware).await;
     let ((wire, fds), plugged) = opened.map_err(AttachError::Refused)?;
     let op = Op::AttachDisk(AttachDisk { disk: Some(wire) });
     let answer = timeout(TIMEOUT, client.request(op, &fds)).await;
@@ -124,16 +134,7 @@ pub async fn change_medium(
     force: bool,
 ) -> Result<Plugged, Failure> {
     let name = disk.name.to_string();
-    let (of, paths) = (Arc::clone(&host), files::paths(&disk, &host.sources()));
-    let opening = host.pools.files.run(&paths, move || {
-        let opened = files::open_disk("disk", &disk, &of.sources(), Locks::Take)?;
-        let plugged = Plugged {
-            ids: opened.ids.clone(),
-            known: files::learn(&Known::new(), "disk", &disk, &opened)?,
-        };
-        Ok::<_, Failure>((machine::plug(&hardware, &disk, opened), plugged))
-    });
-    let ((wire, fds), plugged) = opening.await.and_then(|opened| opened)?;
+    let ((wire, fds), plugged) = open(&host, disk, Known::new(), hardware).await?;
     let op = Op::ChangeMedium(ChangeMedium {
         disk: Some(wire),
         force,

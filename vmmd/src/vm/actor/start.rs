@@ -220,7 +220,7 @@ impl Actor {
         ControlFlow::Continue(())
     }
 
-    /// Notes what the start has written to the record.
+    /// Takes over the part of the record that the start has written.
     fn note_written(&mut self, files: Known, firmware: i32, replacing: Option<ReplacingRecord>) {
         (self.record.files, self.record.replacing) = (files, replacing);
         let run = self
