@@ -40,8 +40,10 @@ fn knows_its_machine(vm: &Vm<'_>, console: &mut Console) {
 fn uefi_boots_the_second_disk_and_keeps_variables() {
     let case = Case::new("uefi");
     let (empty, boot) = disks(&case);
-    let spec = VmSpec::firmware("UEFI")
+    // The boot disk has an EFI system partition, and the first disk nothing to boot.
+    let spec = VmSpec::firmware("AUTO")
         .memory_mib(512)
+        .set("/clock", json!({"timezone": "Etc/GMT-5"}))
         .set(
             "/smbios",
             json!({"serial": "SN-4711", "product": "Appliance 3", "assetTag": "rack-7"}),
@@ -57,6 +59,11 @@ fn uefi_boots_the_second_disk_and_keeps_variables() {
         identity.lines().collect::<Vec<_>>(),
         ["SN-4711", "Appliance 3", "rack-7"]
     );
+    // The sign of such a name is that of POSIX: five hours east of Greenwich. Linux sets its own clock by this one.
+    let clock = |text: String| text.trim().parse::<i64>().expect("seconds");
+    let shown = clock(console.run("cat /sys/class/rtc/rtc0/since_epoch"));
+    let ahead = shown - clock(vm.node().sh("date +%s"));
+    assert!((17_900..18_100).contains(&ahead), "{ahead} s ahead");
     // The disks are those of the spec, in their order.
     console.run("test $(cat /sys/block/vda/size) = 16384 && test $(cat /sys/block/vdb/size) = 131072");
     // The first four bytes are attributes: kept without power, for the boot loader and the guest.
@@ -125,6 +132,16 @@ fn bios_boots_the_first_disk_of_the_order(#[case] bus: &str) {
         console.run("echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/sda bs=64k skip=1008 count=16 2>/dev/null | cmp - /run/written");
         let read = console.run("md5sum </dev/sr0");
         let expected = vm.node().sh(&format!("md5sum <{}/cd.iso", case.folder()));
+        assert_eq!(read.trim(), expected.trim());
+        vm.node().sh(&format!("vmmctl eject {} cd", vm.name()));
+        console.run("! head -c 1 /dev/sr0 2>/dev/null");
+        let other = format!("{}/other.iso", case.folder());
+        vm.node().sh(&format!(
+            "genisoimage -quiet -R -o {other} /etc/os-release && vmmctl insert {} cd {other}",
+            vm.name()
+        ));
+        let read = console.run("md5sum </dev/sr0");
+        let expected = vm.node().sh(&format!("md5sum <{other}"));
         assert_eq!(read.trim(), expected.trim());
         let log = console.run("dmesg | grep -E 'ata[0-9].*(error|exception|failed|reset)' || true");
         assert_eq!(log.trim(), "");
