@@ -12,14 +12,6 @@ pub(crate) mod harness;
 mod hold;
 pub(crate) mod plan;
 mod request;
-#[cfg(test)]
-#[allow(
-    clippy::arithmetic_side_effects,
-    clippy::cast_precision_loss,
-    clippy::expect_used,
-    clippy::indexing_slicing
-)]
-mod simulation;
 mod worker;
 
 use std::{
