@@ -1,14 +1,15 @@
 #!/bin/sh
-# Brings the programs of a Kubernetes control plane into target/kubernetes/<hash of this script>/bin: kube-apiserver, kube-scheduler and
-# kube-controller-manager are built from Debian's source package, which takes four to eight minutes of two processors, 3 GB of disk while it does and
-# 300 MB afterwards; etcd and kubectl are Debian's programs, taken from their packages without installing those. Prints that folder.
+# Brings the programs of a Kubernetes cluster into target/kubernetes/<hash of this script>/bin: kube-apiserver, kube-scheduler,
+# kube-controller-manager, kubelet and kube-proxy are built from Debian's source package, which takes five to ten minutes of two processors, 3 GB of
+# disk meanwhile and 600 MB afterwards. etcd, kubectl, containerd, runc and iptables are Debian's programs, taken from their packages without
+# installing those. The CNI plugins are in the folder `cni`, the extensions of iptables in `xtables`. Prints the folder.
 # Idempotent. With --find nothing is built: exits with 1 when there is none.
 set -eu
 cd "$(dirname "$0")/../.."
 
 version='1.20.5+really1.20.2-1.1+deb12u1'
 release=1.20.2
-programs='kube-apiserver kube-scheduler kube-controller-manager'
+programs='kube-apiserver kube-scheduler kube-controller-manager kubelet kube-proxy'
 
 target=${CARGO_TARGET_DIR:-$PWD/target}
 hash=$(sha256sum tests/kubernetes/build.sh | cut -c 1-12)
@@ -48,14 +49,23 @@ echo "building Kubernetes $release …" >&2
 apt update
 (
     cd "$work/packages"
-    apt download etcd-server kubernetes-client golang-github-modern-go-reflect2-dev
+    apt download etcd-server kubernetes-client golang-github-modern-go-reflect2-dev containerd runc containernetworking-plugins iptables busybox-static
     apt source --download-only "kubernetes=$version"
     for package in *.deb; do
         dpkg-deb -x "$package" files
     done
     dpkg-source --no-check -x kubernetes_*.dsc "$work/go/src/k8s.io/kubernetes" >&2
 )
-cp "$work/packages/files/usr/bin/etcd" "$work/packages/files/usr/bin/kubectl" "$work/bin/"
+for program in bin/etcd bin/kubectl bin/containerd bin/containerd-shim-runc-v2 bin/ctr sbin/runc sbin/xtables-nft-multi; do
+    cp "$work/packages/files/usr/$program" "$work/bin/"
+done
+cp "$work/packages/files/bin/busybox" "$work/bin/"
+# Kubelet and kube-proxy look for these words, which the package makes as alternatives.
+for word in iptables iptables-save iptables-restore ip6tables ip6tables-save ip6tables-restore; do
+    ln -s xtables-nft-multi "$work/bin/$word"
+done
+cp -r "$work/packages/files/usr/lib/cni" "$work/cni"
+cp -r "$work/packages/files/usr/lib/x86_64-linux-gnu/xtables" "$work/xtables"
 
 cd "$work/go/src/k8s.io/kubernetes"
 export GO111MODULE=off GOPATH="$work/go" GOCACHE="$work/cache" GOTMPDIR="$work" GOFLAGS=-p="${CARGO_BUILD_JOBS:-$(nproc)}" CGO_ENABLED=0 GOTOOLCHAIN=local
@@ -93,6 +103,6 @@ for old in "$target"/kubernetes/*/; do
     rm -rf "$old"
 done
 mkdir "$work.done"
-mv "$work/bin" "$work.done/bin"
+mv "$work/bin" "$work/cni" "$work/xtables" "$work.done/"
 mv "$work.done" "$wanted"
 echo "$wanted"

@@ -35,7 +35,7 @@ static NEXT: AtomicU32 = AtomicU32::new(0);
 pub struct Cluster {
     folder: TempDir,
     programs: PathBuf,
-    network: [u8; 2],
+    network: [u8; 3],
     /// The server, for a test that asks it often.
     pub api: Api,
     /// The store.
@@ -53,15 +53,21 @@ pub fn programs() -> Option<PathBuf> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("build.sh");
     let output = Command::new(script).arg("--find").output().unwrap();
     let found = String::from_utf8(output.stdout).unwrap();
-    output
-        .status
-        .success()
-        .then(|| Path::new(found.trim()).join("bin"))
+    output.status.success().then(|| found.trim().into())
 }
 
 impl Cluster {
-    /// Starts all and waits until the API server is ready.
+    /// Starts all on loopback addresses and waits until the API server is ready.
     pub async fn start() -> Self {
+        // The tests use 127.128.0.0/9: each process has four networks of /24, in which programs use
+        // their default ports.
+        let number = std::process::id().wrapping_mul(4) + NEXT.fetch_add(1, Ordering::Relaxed) % 4;
+        let [.., high, low] = number.to_be_bytes();
+        Self::start_in([127, 128 | high, low]).await
+    }
+
+    /// Starts all on addresses of a network of /24, and waits until the API server is ready.
+    pub async fn start_in(network: [u8; 3]) -> Self {
         let programs = programs().expect("the control plane is not built: `make kubernetes` builds it");
         let folder = tempfile::Builder::new()
             .prefix("vmmd-kubernetes")
@@ -70,17 +76,18 @@ impl Cluster {
         for name in ["pki", "logs", "config", "home"] {
             fs::create_dir(folder.path().join(name)).unwrap();
         }
-        // The tests use 127.128.0.0/9: each process has four networks of /24, in which programs use
-        // their default ports.
-        let number = std::process::id().wrapping_mul(4) + NEXT.fetch_add(1, Ordering::Relaxed) % 4;
-        let [.., high, low] = number.to_be_bytes();
-        let network = [128 | high, low];
-        let server = Ipv4Addr::new(127, network[0], network[1], 1);
+        let [a, b, c] = network;
+        let server = Ipv4Addr::new(a, b, c, 1);
         let base = format!("https://{server}:6443");
         prepare(folder.path(), server);
         let api = Api::new(base, ADMIN, &folder.path().join("pki/ca.crt"));
         let program = |name: &str, arguments: Vec<String>| {
-            Program::new(name, &programs.join(name), arguments, &folder.path().join("logs"))
+            Program::new(
+                name,
+                &programs.join("bin").join(name),
+                arguments,
+                &folder.path().join("logs"),
+            )
         };
         let [etcd, api_server, scheduler, controller_manager] = [
             ("etcd", etcd(folder.path(), server)),
@@ -205,6 +212,11 @@ impl Cluster {
         ]
     }
 
+    /// The folder of the programs, with `bin`, `cni` and `xtables`.
+    pub fn programs(&self) -> &Path {
+        &self.programs
+    }
+
     /// A file or folder of the test.
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
@@ -212,7 +224,8 @@ impl Cluster {
 
     /// The loopback address of this cluster that ends with `last`; 1 is the control plane's.
     pub fn address(&self, last: u8) -> Ipv4Addr {
-        Ipv4Addr::new(127, self.network[0], self.network[1], last)
+        let [a, b, c] = self.network;
+        Ipv4Addr::new(a, b, c, last)
     }
 
     /// Writes a kubeconfig for the user with this token.
@@ -256,7 +269,7 @@ impl Cluster {
 
     /// `kubectl` with these arguments, as the administrator. It does not run yet.
     pub fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(self.programs.join("kubectl"));
+        let mut command = Command::new(self.programs.join("bin/kubectl"));
         command
             .args(arguments)
             .env("KUBECONFIG", self.path("config/admin.yaml"))
@@ -382,7 +395,11 @@ fn api_server(folder: &Path, server: Ipv4Addr) -> Vec<String> {
         "--kubelet-preferred-address-types=InternalIP".into(),
         format!("--token-auth-file={}", pki("tokens.csv")),
         "--authorization-mode=Node,RBAC".into(),
-        "--service-cluster-ip-range=127.100.0.0/24".into(),
+        // Loopback addresses where no node has a proxy of Services.
+        match server.is_loopback() {
+            true => "--service-cluster-ip-range=127.100.0.0/24".into(),
+            false => "--service-cluster-ip-range=10.96.0.0/16".into(),
+        },
         "--service-account-issuer=https://kubernetes.default.svc".into(),
         format!("--service-account-key-file={}", pki("sa.pub")),
         format!("--service-account-signing-key-file={}", pki("sa.key")),

@@ -23,6 +23,8 @@ pub struct Program {
     log: PathBuf,
     /// The user and the only group that it runs as; those of the test when there are none.
     user: Option<u32>,
+    /// The process whose network, mount and process namespaces it gets.
+    inside: Option<u32>,
     child: Option<Child>,
     /// Number of restarts after an unrequested end.
     pub revived: u32,
@@ -43,6 +45,7 @@ impl Program {
             environment: Vec::new(),
             log: folder.join(format!("{name}.log")),
             user: None,
+            inside: None,
             child: None,
             revived: 0,
         }
@@ -62,14 +65,30 @@ impl Program {
         self
     }
 
+    /// In the network, mount and process namespaces of a process.
+    #[must_use]
+    pub fn inside(mut self, pid: u32) -> Self {
+        self.inside = Some(pid);
+        self
+    }
+
     /// Starts it. It stays in the test's process group, so that it ends with a test that is killed.
     pub fn launch(&mut self) {
         assert!(self.child.is_none(), "{} runs", self.name);
         let log = File::options().create(true).append(true).open(&self.log).unwrap();
         let opened = File::open(&self.executable).unwrap();
-        let mut command = match self.user {
-            None => Command::new(&self.executable),
-            Some(user) => {
+        let mut command = match (self.inside, self.user) {
+            (Some(pid), _) => {
+                // `nsenter` waits for the program, which ends with it.
+                let mut command = Command::new("nsenter");
+                command
+                    .args([&format!("--target={pid}"), "--net", "--mount", "--pid", "--"])
+                    .args(["setpriv", "--pdeathsig=KILL", "--"])
+                    .arg(&self.executable);
+                command
+            }
+            (None, None) => Command::new(&self.executable),
+            (None, Some(user)) => {
                 let mut command = Command::new(format!("/proc/self/fd/{}", opened.as_raw_fd()));
                 command.arg0(&self.executable).uid(user).gid(user);
                 command

@@ -7,6 +7,7 @@ mod faults;
 mod migration;
 #[cfg(feature = "nightly")]
 mod placement;
+mod pods;
 mod smoke;
 #[cfg(feature = "nightly")]
 mod sources;
