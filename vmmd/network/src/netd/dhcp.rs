@@ -194,12 +194,16 @@ fn options((table, ipv4): (&Table, &Ipv4), host: &Host, message: &mut Message) {
         options.insert(DhcpOption::Router(vec![ipv4.gateway]));
     }
     options.insert(DhcpOption::DomainNameServer(vec![ipv4.gateway]));
-    let domain = format!("{}.internal", table.network);
+    let domains = table.domains();
     // RFC 3397.
-    if let Ok(search) = Name::from_ascii(format!("{domain}.")) {
-        options.insert(DhcpOption::DomainSearch(vec![search]));
+    let search = domains.iter().map(|domain| Name::from_ascii(format!("{domain}.")));
+    let search: Vec<_> = search.filter_map(Result::ok).collect();
+    if !search.is_empty() {
+        options.insert(DhcpOption::DomainSearch(search));
     }
-    options.insert(DhcpOption::DomainName(domain));
+    if let Some(domain) = domains.into_iter().next() {
+        options.insert(DhcpOption::DomainName(domain));
+    }
     if !table.ntp.is_empty() {
         options.insert(DhcpOption::NtpServers(table.ntp.clone()));
     }
@@ -226,6 +230,7 @@ pub mod tests {
     pub fn table() -> Table {
         Table {
             network: "lan".into(),
+            search: Vec::new(),
             routes: true,
             ipv4: Some(Ipv4 {
                 gateway: GATEWAY,
