@@ -11,8 +11,14 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 use vmmd_api::v1;
 use vmmd_host::{
-    capacity::Cpus, cgroup, failure::{Failure, Kind}, image_process::ImageProcesses, ledger::Ledger, pool::Pools,
-    process::open_program, roots::Within,
+    capacity::Cpus,
+    cgroup,
+    failure::{Failure, Kind},
+    image_process::ImageProcesses,
+    ledger::Ledger,
+    pool::Pools,
+    process::open_program,
+    roots::Within,
 };
 use vmmd_images::{SourceFile, folder, registry::Images, rules::ImportRules};
 use vmmd_network::{self, Links, Networks};

@@ -423,7 +423,8 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
 
 /// A pod translates its one address to one guest's.
 fn one_pod_network(found: &mut Violations, nics: &[v1::NicSpec]) {
-    let is_in_pod = |nic: &v1::NicSpec| matches!(nic.attachment, Some(v1::nic_spec::Attachment::PodNetwork(_)));
+    let is_in_pod =
+        |nic: &v1::NicSpec| matches!(nic.attachment, Some(v1::nic_spec::Attachment::PodNetwork(_)));
     let in_pod = nics.iter().enumerate().filter(|(_, nic)| is_in_pod(nic));
     for (index, _) in in_pod.skip(1) {
         found.add(

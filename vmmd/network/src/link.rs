@@ -388,7 +388,13 @@ impl Links {
             .priority(LOOPBACK_METRIC)
             .build();
         fault::step("add a route");
-        self.handle.route().add(route).replace().execute().await.map_err(into_io)
+        self.handle
+            .route()
+            .add(route)
+            .replace()
+            .execute()
+            .await
+            .map_err(into_io)
     }
 
     /// Takes an interface away.

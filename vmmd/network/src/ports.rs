@@ -2,8 +2,8 @@
 
 use std::{fmt::Debug, path::Path, sync::Arc};
 
-use vmmd_api::v1;
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{cgroup, failure::Failure, ledger::Ledger};
 use vmmd_objects::{event::Events, request::Requests};
 use vmmd_store::Store;

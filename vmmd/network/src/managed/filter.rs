@@ -282,7 +282,11 @@ impl Filter {
         let (removed, added) = (&plan.removed, &plan.added);
         if !added.chains.is_empty() {
             let shared = if chains.is_empty() { firewall::SHARED } else { "" };
-            nft::apply(&(shared.to_owned() + &firewall::text(&added.chains)), Some(&self.own)).await?;
+            nft::apply(
+                &(shared.to_owned() + &firewall::text(&added.chains)),
+                Some(&self.own),
+            )
+            .await?;
             chains.extend(added.chains.keys().cloned());
         }
         if !removed.elements.is_empty() || !added.elements.is_empty() {

@@ -196,7 +196,9 @@ fn options((table, ipv4): (&Table, &Ipv4), host: &Host, message: &mut Message) {
     options.insert(DhcpOption::DomainNameServer(vec![ipv4.gateway]));
     let domains = table.domains();
     // RFC 3397.
-    let search = domains.iter().map(|domain| Name::from_ascii(format!("{domain}.")));
+    let search = domains
+        .iter()
+        .map(|domain| Name::from_ascii(format!("{domain}.")));
     let search: Vec<_> = search.filter_map(Result::ok).collect();
     if !search.is_empty() {
         options.insert(DhcpOption::DomainSearch(search));

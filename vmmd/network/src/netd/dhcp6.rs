@@ -203,7 +203,9 @@ fn answer(table: &Table, ipv6: &Ipv6, host: &Host, request: &Request<'_>) -> Opt
     }
     options.insert(DhcpOption::DomainNameServers(vec![ipv6.gateway()]));
     let domains = table.domains();
-    let domains = domains.iter().map(|domain| Name::from_ascii(format!("{domain}.")));
+    let domains = domains
+        .iter()
+        .map(|domain| Name::from_ascii(format!("{domain}.")));
     let domains: Vec<_> = domains.filter_map(Result::ok).collect();
     if !domains.is_empty() {
         options.insert(DhcpOption::DomainSearchList(domains));

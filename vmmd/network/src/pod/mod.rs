@@ -144,7 +144,9 @@ impl Node {
             let PodNetwork { namespace, resolver } = &network;
             within(namespace.as_fd(), async || work(&self, resolver).await)
         });
-        let (result, started) = working.await.map_err(|error| Failure::internal(error.to_string()))??;
+        let (result, started) = working
+            .await
+            .map_err(|error| Failure::internal(error.to_string()))??;
         let watched = started.map_or(Ok(()), |started| started.watched(&ends));
         watched.map_err(|error| failed("watch the server of DHCP and DNS", &error))?;
         Ok(result)
@@ -163,7 +165,10 @@ pub async fn open(node: Node, network: PodNetwork, end: End) -> Result<Tap, Fail
 async fn open_here(node: &Node, resolver: &Resolver, end: &End) -> Result<(Tap, Option<Started>), Failure> {
     let links = Links::connect().map_err(|error| failed("connect to the kernel", &error))?;
     let (uplink, link) = uplink(&links, end).await?;
-    let facts = links.inspect(&uplink).await.map_err(|error| failed("read addresses", &error))?;
+    let facts = links
+        .inspect(&uplink)
+        .await
+        .map_err(|error| failed("read addresses", &error))?;
     let own = facts.map(|facts| facts.addresses).unwrap_or_default();
     let has = |is_ipv6: bool| own.iter().any(|(address, _)| address.is_ipv6() == is_ipv6);
     let families = [has(false), has(true)];
@@ -175,7 +180,10 @@ async fn open_here(node: &Node, resolver: &Resolver, end: &End) -> Result<(Tap, 
         return Err(Failure::precondition("POD_HAS_NO_ADDRESS", message));
     }
     let mut taken: Vec<_> = own;
-    let routes = links.routes().await.map_err(|error| failed("read routes", &error))?;
+    let routes = links
+        .routes()
+        .await
+        .map_err(|error| failed("read routes", &error))?;
     taken.extend(routes.into_iter().map(|(range, _)| range));
     let addresses = Addresses::new(end.mac, &taken);
     let queues = open_queues(&end.tap, end.queues)?.map_err(|error| match Errno::from_io_error(&error) {
@@ -199,7 +207,10 @@ async fn open_here(node: &Node, resolver: &Resolver, end: &End) -> Result<(Tap, 
 /// The pod's interface that leads to the cluster.
 async fn uplink(links: &Links, end: &End) -> Result<(String, Link), Failure> {
     let found = match &end.interface {
-        Some(name) => links.find(name).await.map(|link| link.map(|link| (name.clone(), link))),
+        Some(name) => links
+            .find(name)
+            .await
+            .map(|link| link.map(|link| (name.clone(), link))),
         None => links.uplink().await,
     };
     found.map_err(|error| failed("find the pod's interface", &error))?.ok_or_else(|| {
@@ -245,10 +256,14 @@ async fn set_up(
     let alias = format!("vmmd: {}", end.name);
     links.set_tap(index, host_mac(end.mac), link.mtu, alias).await?;
     if has_ipv4 {
-        links.add_address(index, addresses.gateway4.into(), PREFIX).await?;
+        links
+            .add_address(index, addresses.gateway4.into(), PREFIX)
+            .await?;
     }
     if has_ipv6 {
-        links.add_address(index, addresses.gateway6.into(), Ipv6Net::PREFIX).await?;
+        links
+            .add_address(index, addresses.gateway6.into(), Ipv6Net::PREFIX)
+            .await?;
         links.accept_loopback6(index).await?;
     }
     Ok(index)
@@ -274,7 +289,11 @@ pub async fn serve_pods(host: Ports<'_>) {
             let metadata = vm.metadata.as_ref();
             metadata.is_some_and(|metadata| metadata.uid == uid.to_string())
         });
-        let served = match vm.map(|vm| vm.status.as_ref().map_or(VmPhase::Unspecified, v1::VmStatus::phase)) {
+        let served = match vm.map(|vm| {
+            vm.status
+                .as_ref()
+                .map_or(VmPhase::Unspecified, v1::VmStatus::phase)
+        }) {
             None | Some(VmPhase::Stopped | VmPhase::Failed) => {
                 helper::end(&folder.path()).map_err(|error| failed("end the server of DHCP and DNS", &error))
             }
@@ -291,55 +310,67 @@ pub async fn serve_pods(host: Ports<'_>) {
 /// Starts a helper with the table of the last one, unless it runs.
 async fn serve_again(host: Ports<'_>, vm: Uuid, folder: &Path) -> Result<(), Failure> {
     let node = Node::new(host)?;
-    let missing = |error: io::Error| failed("read the table of the server of DHCP and DNS", &error);
-    if helper::runs(folder, &node.netd).map_err(missing)? {
+    let lives = helper::runs(folder, &node.netd);
+    if lives.map_err(|error| failed("look for the server of DHCP and DNS", &error))? {
         return Ok(());
     }
-    let table = fs::read(folder.join(TABLE)).and_then(|text| Ok(serde_json::from_slice::<Table>(&text)?));
-    let table = table.map_err(missing)?;
+    let table = table_in(folder)?;
     let tap = tap_of(host, vm, &table).ok_or_else(|| Failure::internal("the VM has no tap in its pod"))?;
+    serve(node, host.pods.network(vm)?, vm, tap).await
+}
+
+/// Ensures that a helper serves the tap of a running VM, with the table that [`open`] has written.
+pub async fn serve(node: Node, network: PodNetwork, vm: Uuid, tap: String) -> Result<(), Failure> {
     let serving = async move |node: &Node, _: &Resolver| {
+        let table = table_in(&node.folder(vm))?;
         let index = interface_index(&tap).map_err(io::Error::from);
         let index = index.and_then(|index| index.ok_or_else(|| io::ErrorKind::NotFound.into()));
         let started = index.and_then(|index| node.serve(vm, (&tap, index), &table));
         let started = started.map_err(|error| failed("start the server of DHCP and DNS", &error))?;
         Ok(((), started))
     };
-    node.work(host.pods.network(vm)?, serving).await
+    node.work(network, serving).await
+}
+
+fn table_in(folder: &Path) -> Result<Table, Failure> {
+    let table = fs::read(folder.join(TABLE)).and_then(|text| Ok(serde_json::from_slice(&text)?));
+    table.map_err(|error| failed("read the table of the server of DHCP and DNS", &error))
 }
 
 /// The tap of the NIC that the helper with a table serves.
 fn tap_of(host: Ports<'_>, vm: Uuid, table: &Table) -> Option<String> {
     let vms = host.vms.vms();
     let uid = vm.to_string();
-    let vm = vms.iter().find(|vm| vm.metadata.as_ref().is_some_and(|it| it.uid == uid))?;
+    let vm = vms
+        .iter()
+        .find(|vm| vm.metadata.as_ref().is_some_and(|it| it.uid == uid))?;
     let mut nics = vm.status.as_ref()?.nics.iter();
     let nic = nics.find(|nic| table.hosts.contains_key(&nic.mac))?;
     Some(nic.tap.clone())
 }
 
-/// Ends the helper of a VM, and removes the rules from the pod while its launcher is connected. The process that has the tap must have
-/// ended. Idempotent. Blocking.
+/// Removes the network of a VM from its pod; see [`close`].
 pub fn close_pod(host: Ports<'_>, vm: Uuid) -> io::Result<()> {
-    let folder = folder(host.run_dir, vm);
-    if !folder.exists() {
+    // Most VMs have none.
+    if !folder(host.run_dir, vm).exists() {
         return Ok(());
     }
-    // The rules end with the pod at the latest.
-    if let Ok(network) = host.pods.network(vm)
-        && let Err(failure) = remove_rules(&network)
-    {
-        tracing::debug!(%vm, error = failure.message, "remove the rules of a VM from its pod");
-    }
-    helper::end(&folder)
+    close(host.run_dir, host.pods.network(vm).ok().as_ref(), vm)
 }
 
-/// Removes the rules of a VM from its pod. Blocking.
-pub fn remove_rules(network: &PodNetwork) -> Result<(), Failure> {
-    within(network.namespace.as_fd(), async || {
-        let removed = nft::apply(&rules::none(), None).await;
-        removed.map_err(|error| failed("remove the rules", &error))
-    })
+/// Ends the helper of a VM, and removes the rules from its pod, if there is a `network`: without it the rules end with the pod. The process
+/// that has the tap must have ended. Idempotent. Blocking.
+pub fn close(run_dir: &Path, network: Option<&PodNetwork>, vm: Uuid) -> io::Result<()> {
+    let removed = network.map_or(Ok(()), |network| {
+        within(network.namespace.as_fd(), async || {
+            let removed = nft::apply(&rules::none(), None).await;
+            removed.map_err(|error| failed("remove the rules", &error))
+        })
+    });
+    if let Err(failure) = removed {
+        tracing::debug!(%vm, error = failure.message, "remove the network of a VM from its pod");
+    }
+    helper::end(&folder(run_dir, vm))
 }
 
 fn folder(run_dir: &Path, vm: Uuid) -> PathBuf {
@@ -347,5 +378,8 @@ fn folder(run_dir: &Path, vm: Uuid) -> PathBuf {
 }
 
 fn failed(operation: &str, error: &io::Error) -> Failure {
-    Failure::internal(format!("set up the network of the pod: {operation}: {}", text::words(error)))
+    Failure::internal(format!(
+        "set up the network of the pod: {operation}: {}",
+        text::words(error)
+    ))
 }

@@ -28,7 +28,11 @@ pub fn within<T: Send>(
         let thread = thread.spawn_scoped(scope, enter);
         let thread = thread.map_err(|error| Failure::internal(format!("make a thread: {error}")))?;
         let ended = thread.join();
-        ended.unwrap_or_else(|_| Err(Failure::internal("the work in the network namespace of a pod panicked")))
+        ended.unwrap_or_else(|_| {
+            Err(Failure::internal(
+                "the work in the network namespace of a pod panicked",
+            ))
+        })
     })
 }
 

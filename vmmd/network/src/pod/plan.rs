@@ -52,7 +52,9 @@ impl Addresses {
 
 /// Whether a range is in the network of guests `network`, or this in the range, which is no default route.
 fn overlaps(network: Ipv4Addr, (address, bits): (IpAddr, u8)) -> bool {
-    let IpAddr::V4(address) = address else { return false };
+    let IpAddr::V4(address) = address else {
+        return false;
+    };
     let bits = u32::from(bits.min(PREFIX));
     let mask = u32::MAX.checked_shl(32 - bits).unwrap_or(0);
     bits > 0 && address.to_bits() & mask == network.to_bits() & mask
@@ -156,7 +158,15 @@ mod tests {
             super::domains(&domains)
         };
         assert_eq!(
-            search(&["default.svc.cluster.local", "Cluster.Local.", "", ".", "a..b", "a b", "a\\.b"]),
+            search(&[
+                "default.svc.cluster.local",
+                "Cluster.Local.",
+                "",
+                ".",
+                "a..b",
+                "a b",
+                "a\\.b"
+            ]),
             ["default.svc.cluster.local", "cluster.local"]
         );
         assert_eq!(search(&["a"; 9]).len(), DOMAINS);

@@ -129,9 +129,13 @@ impl Change {
     pub fn why_restart(&self) -> Option<&'static str> {
         let is_whole = self.verdict == Verdict::Restart && self.path.ends_with(']');
         if is_whole && self.path.starts_with("spec.shares[") {
-            Some("the machine was started with private memory, and what serves a share has to map it: restart the VM")
+            Some(
+                "the machine was started with private memory, and what serves a share has to map it: restart the VM",
+            )
         } else if is_whole && self.path.starts_with("spec.nics[") {
-            Some("a NIC in the network of the VM's pod is attached and detached by a start of the VM: restart the VM")
+            Some(
+                "a NIC in the network of the VM's pod is attached and detached by a start of the VM: restart the VM",
+            )
         } else {
             None
         }
