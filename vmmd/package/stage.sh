@@ -51,7 +51,7 @@ put 644 "$here/vmmd.sysusers" usr/lib/sysusers.d/vmmd.conf
 put 644 "$here/config.toml" etc/vmmd/config.toml
 put 644 "$here/vmmd.logrotate" etc/logrotate.d/vmmd
 put 644 "$here/apparmor/vmmd" usr/share/vmmd/apparmor/vmmd
-for example in "$here"/examples/*.yaml; do
+for example in "$here"/examples/*.yaml "$here"/examples/*.conf; do
     put 644 "$example" "usr/share/doc/vmmd/examples/${example##*/}"
 done
 # For a cluster whose nodes these are.

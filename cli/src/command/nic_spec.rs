@@ -207,6 +207,18 @@ mod tests {
     }
 
     #[test]
+    fn nic_in_the_network_of_a_pod_may_name_the_interface() {
+        for (text, interface) in [("pod-network", ""), ("mtu=1400,pod-network=net1", "net1")] {
+            let nic = from_text(0, text).unwrap();
+            let interface = interface.to_owned();
+            let expected = Attachment::PodNetwork(v1::PodNetwork { interface });
+            assert_eq!(nic.attachment, Some(expected), "{text}");
+        }
+        assert!(from_text(0, "pod-network,bridge=br0").is_err());
+        assert!(from_text(0, "bridge").is_err());
+    }
+
+    #[test]
     fn keys_change_a_nic_and_zero_removes_a_limit() {
         let mut nic = from_text(0, "tap=tap0,off=tso,tx-bps=1Mi,link=down").unwrap();
         apply(&mut nic, "off=none,tx-bps=0,link=up", "KEY=VALUE").unwrap();

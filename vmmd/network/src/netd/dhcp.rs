@@ -309,6 +309,31 @@ pub mod tests {
     }
 
     #[test]
+    fn client_in_a_pod_is_offered_its_search_domains() {
+        let search = ["ns.svc.cluster.local", "cluster.local"].map(str::to_owned).to_vec();
+        let pod = Table {
+            network: String::new(),
+            search: search.clone(),
+            ..table()
+        };
+        let offer = answer(&pod, &request(MessageType::Discover, &[])).unwrap();
+        let options = offer.message.opts();
+        let names = search.iter().map(|name| Name::from_ascii(format!("{name}.")).unwrap());
+        for expected in [
+            DhcpOption::DomainName(search[0].clone()),
+            DhcpOption::DomainSearch(names.collect()),
+        ] {
+            assert_eq!(options.get(OptionCode::from(&expected)), Some(&expected));
+        }
+        let none = Table {
+            search: Vec::new(),
+            ..pod
+        };
+        let offer = answer(&none, &request(MessageType::Discover, &[])).unwrap();
+        assert!(offer.message.opts().get(OptionCode::DomainName).is_none());
+    }
+
+    #[test]
     fn only_the_primary_nic_of_a_vm_has_a_router() {
         let mut table = table();
         for primary in [true, false] {

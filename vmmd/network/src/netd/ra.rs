@@ -219,6 +219,25 @@ mod tests {
     }
 
     #[test]
+    fn guests_of_a_pod_have_its_search_domains() {
+        let search = ["ns.svc.cluster.local", "cluster.local"].map(str::to_owned).to_vec();
+        let pod = Table {
+            network: String::new(),
+            search,
+            ..table()
+        };
+        let message = advertisement(&pod, false).unwrap();
+        let names = b"\x02ns\x03svc\x07cluster\x05local\0\x07cluster\x05local\0\0\0\0";
+        assert_eq!(message[88..90], [31, 6]);
+        assert_eq!(&message[96..], names);
+        let none = Table {
+            search: Vec::new(),
+            ..pod
+        };
+        assert_eq!(advertisement(&none, false).unwrap().len(), 88);
+    }
+
+    #[test]
     fn guests_with_addresses_of_their_macs_are_autonomous() {
         let expected: Ipv6Addr = "fe80::5054:ff:fe00:1".parse().unwrap();
         assert_eq!(autonomous(&table()).collect::<Vec<_>>(), [expected]);
