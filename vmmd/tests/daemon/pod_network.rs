@@ -272,15 +272,12 @@ fn carry(taps: &[OwnedFd; 2], stopped: &OwnedFd) {
     }
 }
 
-/// Answers each connection with the address that it comes from. The program of the guest's, the cluster's or the pod's own namespace.
+/// Answers each connection to port 80 of a namespace with `what` and the address that the connection comes from.
 fn listen(namespace: &Namespace, what: &'static str) {
     for address in ["0.0.0.0", "::"] {
-        let listener = inside(namespace, || {
-            let socket = match address {
-                "::" => socket6(),
-                address => TcpListener::bind((address, 80)).unwrap(),
-            };
-            socket
+        let listener = inside(namespace, || match address {
+            "::" => socket6(),
+            address => TcpListener::bind((address, 80)).unwrap(),
         });
         thread::spawn(move || {
             while let Ok((mut stream, peer)) = listener.accept() {
@@ -367,6 +364,10 @@ async fn guest_in_a_pod_has_the_names_of_the_pod() {
 #[tokio::test]
 async fn connections_of_guest_and_pod_are_translated() {
     let cluster = Cluster::new();
+    // Some distributions check the way back of each packet (ip-sysctl: rp_filter).
+    inside(&cluster.pod, || {
+        std::fs::write("/proc/sys/net/ipv4/conf/all/rp_filter", "1").unwrap();
+    });
     let guest = cluster.guest().await;
     let of_guest = &guest.guest.namespace;
     listen(of_guest, "guest");
@@ -503,9 +504,16 @@ async fn pod_without_its_interface_or_address_is_refused() {
     };
     assert_eq!(refused(Some("net1")).await, "POD_INTERFACE_NOT_FOUND");
     cluster.pod.ip("addr flush dev eth0");
+    cluster.pod.ip("-6 route flush default");
     assert_eq!(refused(Some("eth0")).await, "POD_HAS_NO_ADDRESS");
     assert_eq!(refused(None).await, "POD_INTERFACE_NOT_FOUND");
     assert_eq!(rules(&cluster.pod), "");
+    let of_node = PodNetwork {
+        namespace: File::open("/proc/self/ns/net").unwrap().into(),
+        ..cluster.network()
+    };
+    let opened = pod::open(cluster.node.clone(), of_node, cluster.end()).await;
+    assert_eq!(opened.unwrap_err().reason, "POD_HAS_NODE_NETWORK");
 }
 
 #[tokio::test]

@@ -310,7 +310,9 @@ pub mod tests {
 
     #[test]
     fn client_in_a_pod_is_offered_its_search_domains() {
-        let search = ["ns.svc.cluster.local", "cluster.local"].map(str::to_owned).to_vec();
+        let search = ["ns.svc.cluster.local", "cluster.local"]
+            .map(str::to_owned)
+            .to_vec();
         let pod = Table {
             network: String::new(),
             search: search.clone(),
@@ -318,7 +320,9 @@ pub mod tests {
         };
         let offer = answer(&pod, &request(MessageType::Discover, &[])).unwrap();
         let options = offer.message.opts();
-        let names = search.iter().map(|name| Name::from_ascii(format!("{name}.")).unwrap());
+        let names = search
+            .iter()
+            .map(|name| Name::from_ascii(format!("{name}.")).unwrap());
         for expected in [
             DhcpOption::DomainName(search[0].clone()),
             DhcpOption::DomainSearch(names.collect()),

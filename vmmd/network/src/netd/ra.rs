@@ -220,7 +220,9 @@ mod tests {
 
     #[test]
     fn guests_of_a_pod_have_its_search_domains() {
-        let search = ["ns.svc.cluster.local", "cluster.local"].map(str::to_owned).to_vec();
+        let search = ["ns.svc.cluster.local", "cluster.local"]
+            .map(str::to_owned)
+            .to_vec();
         let pod = Table {
             network: String::new(),
             search,

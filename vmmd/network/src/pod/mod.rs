@@ -155,7 +155,7 @@ impl Node {
 
 /// Makes the network of a VM in its pod, and replaces the remains of an earlier run.
 ///
-/// Fails as `POD_INTERFACE_NOT_FOUND`, `POD_HAS_NO_ADDRESS`, `TAP_IN_USE` and `POD_NETWORK_FORBIDDEN`.
+/// Fails as `POD_INTERFACE_NOT_FOUND`, `POD_HAS_NO_ADDRESS`, `POD_HAS_NODE_NETWORK`, `TAP_IN_USE` and `POD_NETWORK_FORBIDDEN`.
 pub async fn open(node: Node, network: PodNetwork, end: End) -> Result<Tap, Failure> {
     let opening = async move |node: &Node, resolver: &Resolver| open_here(node, resolver, &end).await;
     node.work(network, opening).await

@@ -3,13 +3,14 @@
 use std::{os::fd::BorrowedFd, thread};
 
 use rustix::{
+    fs::{fstat, stat},
     io::Errno,
     thread::{LinkNameSpaceType, move_into_link_name_space},
 };
 use tokio::runtime::Builder;
 use vmmd_host::{failure::Failure, text};
 
-/// Carries out `work` in a network namespace. Blocking.
+/// Carries out `work` in a network namespace of a pod. Blocking. Refused as `POD_HAS_NODE_NETWORK` for that of the caller, which is the node's.
 ///
 /// A thread of its own enters the namespace, has a runtime of its own, and ends with the work. Threads of the daemon's runtime and pools
 /// never leave the node's namespace. Sockets, taps and processes that `work` makes are of the namespace.
@@ -18,6 +19,10 @@ pub fn within<T: Send>(
     work: impl AsyncFnOnce() -> Result<T, Failure> + Send,
 ) -> Result<T, Failure> {
     let enter = move || {
+        if is_own(namespace).map_err(refused)? {
+            let message = "the pod has the network of the node (`hostNetwork`): a VM needs a pod with a network of its own";
+            return Err(Failure::precondition("POD_HAS_NODE_NETWORK", message));
+        }
         move_into_link_name_space(namespace, Some(LinkNameSpaceType::Network)).map_err(refused)?;
         let runtime = Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(|error| Failure::internal(format!("make a runtime: {error}")))?;
@@ -34,6 +39,12 @@ pub fn within<T: Send>(
             ))
         })
     })
+}
+
+/// Whether the thread is in a network namespace.
+fn is_own(namespace: BorrowedFd<'_>) -> Result<bool, Errno> {
+    let (own, other) = (stat("/proc/thread-self/ns/net")?, fstat(namespace)?);
+    Ok((own.st_dev, own.st_ino) == (other.st_dev, other.st_ino))
 }
 
 fn refused(errno: Errno) -> Failure {

@@ -292,7 +292,10 @@ fn nic_in_the_network_of_a_pod_is_not_plugged() {
         let [change] = &changes[..] else {
             panic!("{changes:?}");
         };
-        assert_eq!((change.path.as_str(), &change.verdict), ("spec.nics[eth0]", &Verdict::Restart));
+        assert_eq!(
+            (change.path.as_str(), &change.verdict),
+            ("spec.nics[eth0]", &Verdict::Restart)
+        );
         assert!(change.why_restart().is_some());
     }
 }
