@@ -51,10 +51,11 @@ put 644 "$here/vmmd.sysusers" usr/lib/sysusers.d/vmmd.conf
 put 644 "$here/config.toml" etc/vmmd/config.toml
 put 644 "$here/vmmd.logrotate" etc/logrotate.d/vmmd
 put 644 "$here/apparmor/vmmd" usr/share/vmmd/apparmor/vmmd
-for example in "$here"/examples/*.yaml "$here"/examples/*.conf; do
+for example in "$here"/examples/*.yaml; do
     put 644 "$example" "usr/share/doc/vmmd/examples/${example##*/}"
 done
 # For a cluster whose nodes these are.
+put 644 "$here/systemd/pods.conf" usr/share/vmmd/pods.conf
 for manifest in vmmd/kube/manifests/*.yaml; do
     put 644 "$manifest" "usr/share/vmmd/kubernetes/${manifest##*/}"
 done

@@ -238,7 +238,7 @@ mod tests {
     #[test]
     fn wrong_key_or_value_is_named() {
         for (text, expected) in [
-            ("bridge=a,tap=b", "one of network=, bridge= and tap="),
+            ("bridge=a,tap=b", "one of network=, bridge=, tap= and pod-network"),
             ("bridge=a,speed=9", "speed=9"),
             ("bridge=a,off=all", "checksum, tso, uso or merge"),
             ("bridge=a,link=maybe", "up or down"),

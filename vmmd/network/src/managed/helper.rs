@@ -180,7 +180,7 @@ pub struct Served<'a> {
     pub helpers: usize,
 }
 
-/// A helper that was started, and that nobody watches yet. It ends when this is dropped.
+/// A started helper without a watcher. It ends when this is dropped.
 #[derive(Debug)]
 pub struct Started {
     child: Child,

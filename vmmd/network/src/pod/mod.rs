@@ -10,13 +10,14 @@
 //!
 //! Invariants: [`open`] replaces all remains of an earlier run. The tap ends with its holders, and with it its addresses and routes. The
 //! helper has a folder named by the UUID of its VM, so a later daemon adopts it, replaces it ([`serve_pods`]) or ends it
-//! ([`close_pod`]). What a pod keeps after that, switches of its kernel, ends with the pod.
+//! ([`close_pod`]). Switches of the kernel that [`open`] sets end with the pod.
 
 mod namespace;
 mod plan;
 mod rules;
 
 use std::{
+    collections::HashMap,
     fs::{self, File},
     io,
     net::IpAddr,
@@ -33,7 +34,7 @@ use vmmd_host::{cgroup, failure::Failure, ledger::Ledger, text};
 use vmmd_spec::{network::Ipv6Net, nic::Mac};
 
 use self::{
-    namespace::within,
+    namespace::{forbidden, within},
     plan::{Addresses, PREFIX},
 };
 use crate::{
@@ -191,7 +192,10 @@ async fn open_here(node: &Node, resolver: &Resolver, end: &End) -> Result<(Tap, 
         _ => failed("make a tap device", &error),
     })?;
     let set_up = set_up(&links, end, (&uplink, &link), &addresses, families).await;
-    let index = set_up.map_err(|error| failed("set up the tap device", &error))?;
+    let index = set_up.map_err(|error| match error.kind() {
+        io::ErrorKind::ReadOnlyFilesystem => forbidden("set a switch of the kernel", &error),
+        _ => failed("set up the tap device", &error),
+    })?;
     let mtu = end.mtu.map_or(link.mtu, |mtu| link.mtu.min(mtu.into()));
     let table = plan::table(end, resolver, &addresses, families, (host_mac(end.mac), mtu));
     let started = node.serve(end.vm, (&end.tap, index), &table);
@@ -281,23 +285,23 @@ pub async fn serve_pods(host: Ports<'_>) {
         }
     };
     let vms = host.vms.vms();
+    let by_uid = vms
+        .iter()
+        .filter_map(|vm| Some((vm.metadata.as_ref()?.uid.as_str(), vm.status.as_ref())));
+    let by_uid: HashMap<_, _> = by_uid.collect();
     for folder in folders.flatten() {
         let name = folder.file_name();
-        let uid = name.to_str().and_then(|name| Uuid::parse_str(name).ok());
-        let Some(uid) = uid else { continue };
-        let vm = vms.iter().find(|vm| {
-            let metadata = vm.metadata.as_ref();
-            metadata.is_some_and(|metadata| metadata.uid == uid.to_string())
-        });
-        let served = match vm.map(|vm| {
-            vm.status
-                .as_ref()
-                .map_or(VmPhase::Unspecified, v1::VmStatus::phase)
-        }) {
+        let Some(uid) = name.to_str().and_then(|name| Uuid::parse_str(name).ok()) else {
+            continue;
+        };
+        let vm = name.to_str().and_then(|name| by_uid.get(name));
+        let phase = vm.map(|status| status.map_or(VmPhase::Unspecified, v1::VmStatus::phase));
+        let nics = vm.copied().flatten().map_or(&[][..], |status| &status.nics);
+        let served = match phase {
             None | Some(VmPhase::Stopped | VmPhase::Failed) => {
                 helper::end(&folder.path()).map_err(|error| failed("end the server of DHCP and DNS", &error))
             }
-            Some(VmPhase::Running | VmPhase::Paused) => serve_again(host, uid, &folder.path()).await,
+            Some(VmPhase::Running | VmPhase::Paused) => serve_again(host, uid, nics, &folder.path()).await,
             // A start or a stop is in progress, which cares for its helper.
             Some(_) => Ok(()),
         };
@@ -307,16 +311,22 @@ pub async fn serve_pods(host: Ports<'_>) {
     }
 }
 
-/// Starts a helper with the table of the last one, unless it runs.
-async fn serve_again(host: Ports<'_>, vm: Uuid, folder: &Path) -> Result<(), Failure> {
+/// Starts a helper with the table of the last one, unless it runs. `nics` are those of the machine.
+async fn serve_again(
+    host: Ports<'_>,
+    vm: Uuid,
+    nics: &[v1::NicStatus],
+    folder: &Path,
+) -> Result<(), Failure> {
     let node = Node::new(host)?;
     let lives = helper::runs(folder, &node.netd);
     if lives.map_err(|error| failed("look for the server of DHCP and DNS", &error))? {
         return Ok(());
     }
     let table = table_in(folder)?;
-    let tap = tap_of(host, vm, &table).ok_or_else(|| Failure::internal("the VM has no tap in its pod"))?;
-    serve(node, host.pods.network(vm)?, vm, tap).await
+    let nic = nics.iter().find(|nic| table.hosts.contains_key(&nic.mac));
+    let nic = nic.ok_or_else(|| Failure::internal("the VM has no NIC in the network of its pod"))?;
+    serve(node, host.pods.network(vm)?, vm, nic.tap.clone()).await
 }
 
 /// Ensures that a helper serves the tap of a running VM, with the table that [`open`] has written.
@@ -335,18 +345,6 @@ pub async fn serve(node: Node, network: PodNetwork, vm: Uuid, tap: String) -> Re
 fn table_in(folder: &Path) -> Result<Table, Failure> {
     let table = fs::read(folder.join(TABLE)).and_then(|text| Ok(serde_json::from_slice(&text)?));
     table.map_err(|error| failed("read the table of the server of DHCP and DNS", &error))
-}
-
-/// The tap of the NIC that the helper with a table serves.
-fn tap_of(host: Ports<'_>, vm: Uuid, table: &Table) -> Option<String> {
-    let vms = host.vms.vms();
-    let uid = vm.to_string();
-    let vm = vms
-        .iter()
-        .find(|vm| vm.metadata.as_ref().is_some_and(|it| it.uid == uid))?;
-    let mut nics = vm.status.as_ref()?.nics.iter();
-    let nic = nics.find(|nic| table.hosts.contains_key(&nic.mac))?;
-    Some(nic.tap.clone())
 }
 
 /// Removes the network of a VM from its pod; see [`close`].

@@ -1,6 +1,6 @@
 //! Work in another network namespace.
 
-use std::{os::fd::BorrowedFd, thread};
+use std::{io, os::fd::BorrowedFd, thread};
 
 use rustix::{
     fs::{fstat, stat},
@@ -48,15 +48,19 @@ fn is_own(namespace: BorrowedFd<'_>) -> Result<bool, Errno> {
 }
 
 fn refused(errno: Errno) -> Failure {
-    let words = text::words(&errno.into());
+    let operation = "enter the network namespace of the pod";
     match errno {
-        Errno::PERM => {
-            let message = format!(
-                "enter the network namespace of the pod: {words}; give vmmd the capability CAP_SYS_ADMIN and restart vmmd: install \
-                 /usr/share/doc/vmmd/examples/pods.conf as a drop-in of vmmd.service"
-            );
-            Failure::precondition("POD_NETWORK_FORBIDDEN", message)
-        }
-        _ => Failure::internal(format!("enter the network namespace of the pod: {words}")),
+        Errno::PERM => forbidden(operation, &errno.into()),
+        _ => Failure::internal(format!("{operation}: {}", text::words(&errno.into()))),
     }
+}
+
+/// Refusal for rights that the daemon lacks.
+pub fn forbidden(operation: &str, error: &io::Error) -> Failure {
+    let message = format!(
+        "{operation}: {}; vmmd needs CAP_SYS_ADMIN and write access to /proc/sys/net: install /usr/share/vmmd/pods.conf as a drop-in of \
+         vmmd.service and restart vmmd",
+        text::words(error)
+    );
+    Failure::precondition("POD_NETWORK_FORBIDDEN", message)
 }
