@@ -55,6 +55,7 @@ for example in "$here"/examples/*.yaml; do
     put 644 "$example" "usr/share/doc/vmmd/examples/${example##*/}"
 done
 # For a cluster whose nodes these are.
+put 644 "$here/systemd/pods.conf" usr/share/vmmd/pods.conf
 for manifest in vmmd/kube/manifests/*.yaml; do
     put 644 "$manifest" "usr/share/vmmd/kubernetes/${manifest##*/}"
 done

@@ -275,10 +275,15 @@ async fn watch_networks(host: Arc<Host>) {
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         tokio::select! {
-            _ = ticks.tick() => host.networks.reconcile(host.for_networks()).await,
-            () = host.vms.nic_gone() => host.networks.forget_gone(host.for_networks()).await,
-            () = host.networks.helper_due() => host.networks.reconcile(host.for_networks()).await,
+            () = host.vms.nic_gone() => {
+                host.networks.forget_gone(host.for_networks()).await;
+                continue;
+            }
+            _ = ticks.tick() => {}
+            () = host.networks.helper_due() => {}
         }
+        host.networks.reconcile(host.for_networks()).await;
+        vmmd_network::serve_pods(host.for_networks()).await;
     }
 }
 

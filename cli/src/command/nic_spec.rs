@@ -8,7 +8,7 @@ use crate::{
     failure::Result,
 };
 
-const KEYS: &str = "network=, bridge=, tap=, address=, publish=, name=, mac=, queues=, mtu=, boot-order=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
+const KEYS: &str = "network=, bridge=, tap=, pod-network, address=, publish=, name=, mac=, queues=, mtu=, boot-order=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
 
 /// The NIC number `index` of a VM from `key=value,…`.
 pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
@@ -24,15 +24,18 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
 pub fn apply(nic: &mut v1::NicSpec, text: &str, option: &str) -> Result<()> {
     let mut attached = false;
     keys::each(option, text, KEYS, |key, value| {
-        let Some(value) = value else { return Ok(false) };
-        let attachment = match key {
-            "bridge" => Attachment::Bridge(value.to_owned()),
-            "tap" => Attachment::Tap(value.to_owned()),
-            "network" => Attachment::Network(value.to_owned()),
-            _ => return set(nic, key, value),
+        let attachment = match (key, value) {
+            ("pod-network", interface) => Attachment::PodNetwork(v1::PodNetwork {
+                interface: interface.unwrap_or_default().to_owned(),
+            }),
+            (_, None) => return Ok(false),
+            ("bridge", Some(value)) => Attachment::Bridge(value.to_owned()),
+            ("tap", Some(value)) => Attachment::Tap(value.to_owned()),
+            ("network", Some(value)) => Attachment::Network(value.to_owned()),
+            (_, Some(value)) => return set(nic, key, value),
         };
         if std::mem::replace(&mut attached, true) {
-            return Err("give one of network=, bridge= and tap=".to_owned());
+            return Err("give one of network=, bridge=, tap= and pod-network".to_owned());
         }
         nic.attachment = Some(attachment);
         Ok(true)
@@ -204,6 +207,18 @@ mod tests {
     }
 
     #[test]
+    fn nic_in_the_network_of_a_pod_may_name_the_interface() {
+        for (text, interface) in [("pod-network", ""), ("mtu=1400,pod-network=net1", "net1")] {
+            let nic = from_text(0, text).unwrap();
+            let interface = interface.to_owned();
+            let expected = Attachment::PodNetwork(v1::PodNetwork { interface });
+            assert_eq!(nic.attachment, Some(expected), "{text}");
+        }
+        assert!(from_text(0, "pod-network,bridge=br0").is_err());
+        assert!(from_text(0, "bridge").is_err());
+    }
+
+    #[test]
     fn keys_change_a_nic_and_zero_removes_a_limit() {
         let mut nic = from_text(0, "tap=tap0,off=tso,tx-bps=1Mi,link=down").unwrap();
         apply(&mut nic, "off=none,tx-bps=0,link=up", "KEY=VALUE").unwrap();
@@ -223,7 +238,7 @@ mod tests {
     #[test]
     fn wrong_key_or_value_is_named() {
         for (text, expected) in [
-            ("bridge=a,tap=b", "one of network=, bridge= and tap="),
+            ("bridge=a,tap=b", "one of network=, bridge=, tap= and pod-network"),
             ("bridge=a,speed=9", "speed=9"),
             ("bridge=a,off=all", "checksum, tso, uso or merge"),
             ("bridge=a,link=maybe", "up or down"),

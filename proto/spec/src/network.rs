@@ -111,6 +111,12 @@ impl Ipv6Net {
     /// Bits of the prefix.
     pub const PREFIX: u8 = 64;
 
+    /// The network that has an address.
+    pub const fn around(address: Ipv6Addr) -> Self {
+        let [a, b, c, d, e, f, g, h, ..] = address.octets();
+        Self(u64::from_be_bytes([a, b, c, d, e, f, g, h]))
+    }
+
     /// The network's own address, which is never assigned.
     pub fn first(self) -> Ipv6Addr {
         self.with(0)

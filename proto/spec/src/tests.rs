@@ -270,6 +270,42 @@ fn the_same_name_path_or_mac_twice_is_refused() {
 }
 
 #[test]
+fn vm_has_one_nic_in_the_network_of_its_pod() {
+    let refused = |interface: &str, count: usize, change: fn(&mut v1::NicSpec)| {
+        fields_refused(|vm| {
+            let spec = vm.spec.as_mut().unwrap();
+            spec.cpu = None;
+            spec.nics = (0..count)
+                .map(|index| v1::NicSpec {
+                    name: format!("eth{index}"),
+                    attachment: Some(v1::nic_spec::Attachment::PodNetwork(v1::PodNetwork {
+                        interface: interface.to_owned(),
+                    })),
+                    ..Default::default()
+                })
+                .collect();
+            change(&mut spec.nics[0]);
+        })
+    };
+    let cpu = "spec.cpu.cores";
+    for interface in ["", "net1"] {
+        assert_eq!(refused(interface, 1, |_| {}), [cpu], "{interface}");
+    }
+    assert_eq!(
+        refused("a name that is too long", 1, |_| {}),
+        [cpu, "spec.nics[0].podNetwork.interface"]
+    );
+    assert_eq!(refused("", 2, |_| {}), [cpu, "spec.nics[1].podNetwork"]);
+    let network_only = |nic: &mut v1::NicSpec| {
+        nic.address = "10.0.2.9".into();
+        nic.published_ports = vec![v1::PublishedPort::default()];
+        nic.firewall = Some(v1::NicFirewall::default());
+    };
+    let fields = ["address", "publishedPorts", "firewall"].map(|field| format!("spec.nics[0].{field}"));
+    assert_eq!(refused("", 1, network_only)[1..], fields);
+}
+
+#[test]
 fn several_disks_may_read_the_same_but_none_may_write_to_it_then() {
     let both = |first: bool, second: bool| {
         fields_refused(|vm| {

@@ -258,6 +258,11 @@ pub enum Attachment {
         /// Which connections the guest may have.
         firewall: Firewall,
     },
+    /// The network of the VM's pod.
+    PodNetwork {
+        /// The pod's interface that leads to the cluster; that of the default route when there is none.
+        interface: Option<String>,
+    },
 }
 
 impl TryFrom<&v1::Vm> for Manifest {
@@ -381,6 +386,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             path => absolute(&mut found, "spec.stateDir", path),
         };
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
+        one_pod_network(&mut found, &spec.nics);
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
         match (topology, boot) {
@@ -412,6 +418,19 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             }),
             _ => Err(found),
         }
+    }
+}
+
+/// A pod translates its one address to one guest's.
+fn one_pod_network(found: &mut Violations, nics: &[v1::NicSpec]) {
+    let is_in_pod =
+        |nic: &v1::NicSpec| matches!(nic.attachment, Some(v1::nic_spec::Attachment::PodNetwork(_)));
+    let in_pod = nics.iter().enumerate().filter(|(_, nic)| is_in_pod(nic));
+    for (index, _) in in_pod.skip(1) {
+        found.add(
+            format_args!("spec.nics[{index}].podNetwork"),
+            "another NIC of the VM has the pod's network: attach this one elsewhere",
+        );
     }
 }
 
@@ -739,8 +758,18 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
                 firewall,
             })
         }
+        Some(v1::nic_spec::Attachment::PodNetwork(pod)) => {
+            let field = format_args!("{field}.podNetwork.interface");
+            let name = Some(pod.interface.as_str()).filter(|name| !name.is_empty());
+            match name.map(|name| interface(found, field, name)) {
+                Some(None) => None,
+                interface => Some(Attachment::PodNetwork {
+                    interface: interface.flatten(),
+                }),
+            }
+        }
         None => {
-            let wanted = "must say what it is attached to: give `network`, `bridge` or `tap`";
+            let wanted = "must say what it is attached to: give `network`, `bridge`, `tap` or `podNetwork`";
             found.add(field, wanted);
             None
         }

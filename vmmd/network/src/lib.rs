@@ -4,12 +4,14 @@
 //! [`open_tap`] for one NIC, and at [`Networks`] for managed networks. The program `vmmd-netd` is in [`netd`].
 //!
 //! A tap on a bridge is not persistent: it exists while a process has its descriptor, which is the
-//! `vmm` after its boot. A crash of any process therefore leaves no tap to clean up.
+//! `vmm` after its boot. A crash of any process therefore leaves no tap to clean up. The same holds for the tap in the network
+//! namespace of a pod ([`pod`]).
 
 mod guard;
 mod link;
 mod managed;
 pub mod netd;
+pub mod pod;
 mod ports;
 
 use std::{
@@ -32,7 +34,8 @@ use vmmd_spec::{
 use guard::TapGuard;
 pub use link::{Link, Links};
 pub use managed::{NetworkKind, Networks, PERIOD, Request as Lease, SeenNetwork, describe};
-pub use ports::{Ports, Users};
+pub use pod::{PodNetwork, Resolver, close_pod, serve_pods};
+pub use ports::{Pods, Ports, Users};
 
 use vmmd_host::{failure::Failure, fault, sys, text};
 
@@ -98,6 +101,19 @@ pub async fn open_tap(
             on_bridge(links, tap, name, index, (bridge, nic.queues, false), mac).await
         }
         Attachment::Tap(tap) => existing(links, nic, tap, mac).await,
+        Attachment::PodNetwork { interface } => {
+            let end = pod::End {
+                vm,
+                name: name.to_owned(),
+                nic: nic.name.to_string(),
+                interface: interface.clone(),
+                tap,
+                mac,
+                queues: nic.queues,
+                mtu: nic.mtu,
+            };
+            pod::open(pod::Node::new(host)?, host.pods.network(vm)?, end).await
+        }
     }?;
     if nic.vhost {
         tap.vhosts = (0..nic.queues)
@@ -144,6 +160,8 @@ pub async fn look(
             bridge(links, index, name).await.map(drop)
         }
         Attachment::Tap(name) => tap(links, nic, name).await.map(drop),
+        // The pod's launcher may connect later.
+        Attachment::PodNetwork { .. } => Ok(()),
     }
 }
 
@@ -182,7 +200,7 @@ async fn tap(links: &Links, nic: &Nic, tap: &str) -> Result<Link, Failure> {
         Failure::precondition("TAP_NOT_FOUND", message)
     })?;
     if is_tap_name(tap) {
-        return Err(in_use(&nic.name, tap));
+        return Err(in_use(nic.name.as_str(), tap));
     }
     Ok(link)
 }
@@ -253,10 +271,10 @@ async fn existing(links: &Links, nic: &Nic, tap: &str, mac: Mac) -> Result<Tap, 
     }
     // The kernel refuses a second one that opens a tap with one queue, but not one with several.
     if link.queues > 0 {
-        return Err(in_use(name, tap));
+        return Err(in_use(name.as_str(), tap));
     }
     let queues = open_queues(tap, nic.queues)?.map_err(|error| match Errno::from_io_error(&error) {
-        Some(Errno::BUSY) => in_use(name, tap),
+        Some(Errno::BUSY) => in_use(name.as_str(), tap),
         _ => {
             let multi = if nic.queues > 1 { " multi_queue" } else { "" };
             let message = format!(
@@ -274,7 +292,7 @@ async fn existing(links: &Links, nic: &Nic, tap: &str, mac: Mac) -> Result<Tap, 
         return Err(Failure::precondition("TAP_NOT_FOUND", message));
     }
     if nic.queues > 1 && opened.queues != u32::from(nic.queues) {
-        return Err(in_use(name, tap));
+        return Err(in_use(name.as_str(), tap));
     }
     Ok(Tap {
         queues,
@@ -283,7 +301,7 @@ async fn existing(links: &Links, nic: &Nic, tap: &str, mac: Mac) -> Result<Tap, 
     })
 }
 
-fn in_use(nic: &Name, tap: &str) -> Failure {
+fn in_use(nic: &str, tap: &str) -> Failure {
     let message = format!("NIC \"{nic}\": the tap device \"{tap}\" is in use by another process");
     Failure::precondition("TAP_IN_USE", message)
 }
@@ -308,7 +326,7 @@ async fn macvtap(links: &Links, nic: &Nic, (tap, link): (&str, Link), mac: Mac) 
         let fd = rustix::fs::open(&path, flags, Mode::empty()).map_err(unusable)?;
         if queue == 0 {
             flock(&fd, FlockOperation::NonBlockingLockExclusive).map_err(|errno| match errno {
-                Errno::WOULDBLOCK => in_use(&nic.name, tap),
+                Errno::WOULDBLOCK => in_use(nic.name.as_str(), tap),
                 errno => unusable(errno),
             })?;
         }

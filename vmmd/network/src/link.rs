@@ -28,6 +28,11 @@ use super::{
     managed::{BridgeFacts, BridgeSpec},
 };
 
+/// The table of the node's own addresses (linux/rtnetlink.h).
+const RT_TABLE_LOCAL: u32 = 255;
+/// Metric of a second route to ::1, which no packet of the node takes.
+const LOOPBACK_METRIC: u32 = 1024;
+
 /// The node's network interfaces.
 #[derive(Clone, Debug)]
 pub struct Links {
@@ -156,11 +161,7 @@ impl Links {
         tokio::pin!(links);
         while let Some(message) = links.next().await {
             let message = message.map_err(into_io)?;
-            let name = message.attributes.iter().find_map(|attribute| match attribute {
-                LinkAttribute::IfName(name) => Some(name.clone()),
-                _ => None,
-            });
-            if let Some(name) = name {
+            if let Some(name) = name(&message) {
                 names.insert(message.header.index, name.clone());
                 seen.insert(name, (describe(&message), facts(&message)));
             }
@@ -183,8 +184,8 @@ impl Links {
         Ok(self.main_table().await?.iter().filter_map(route).collect())
     }
 
-    /// MTU of the interface of the default route, in bytes: the one of IPv4 with the lowest metric, or else of IPv6.
-    pub async fn uplink_mtu(&self) -> io::Result<Option<u32>> {
+    /// Name and properties of the interface of the default route: the one of IPv4 with the lowest metric, or else of IPv6.
+    pub async fn uplink(&self) -> io::Result<Option<(String, Link)>> {
         let all = self.main_table().await?;
         let metric = |route: &RouteMessage| {
             let metric = route.attributes.iter().find_map(|attribute| match attribute {
@@ -202,7 +203,7 @@ impl Links {
         let answers = self.handle.link().get().match_index(index).execute();
         tokio::pin!(answers);
         let found = answers.next().await.transpose().map_err(into_io)?;
-        Ok(found.as_ref().map(|message| describe(message).mtu))
+        Ok(found.and_then(|message| Some((name(&message)?, describe(&message)))))
     }
 
     /// The routes of the main table.
@@ -364,6 +365,38 @@ impl Links {
         self.handle.link().set(message).execute().await.map_err(into_io)
     }
 
+    /// Gives the tap `device` its address, its MTU in bytes and an alias for users, and brings it up.
+    pub async fn set_tap(&self, device: u32, address: [u8; 6], mtu: u32, alias: String) -> io::Result<()> {
+        let message = LinkUnspec::new_with_index(device)
+            .address(address.to_vec())
+            .mtu(mtu)
+            .alias(alias)
+            .up()
+            .build();
+        fault::step("bring a tap up");
+        self.handle.link().set(message).execute().await.map_err(into_io)
+    }
+
+    /// Lets packets to ::1 reach the node's sockets from the interface `device`. The route of the loopback interface stays the preferred
+    /// one.
+    pub async fn accept_loopback6(&self, device: u32) -> io::Result<()> {
+        let route = RouteMessageBuilder::<Ipv6Addr>::new()
+            .destination_prefix(Ipv6Addr::LOCALHOST, 128)
+            .output_interface(device)
+            .kind(RouteType::Local)
+            .table_id(RT_TABLE_LOCAL)
+            .priority(LOOPBACK_METRIC)
+            .build();
+        fault::step("add a route");
+        self.handle
+            .route()
+            .add(route)
+            .replace()
+            .execute()
+            .await
+            .map_err(into_io)
+    }
+
     /// Takes an interface away.
     pub async fn delete(&self, index: u32) -> io::Result<()> {
         fault::step("delete a bridge");
@@ -388,6 +421,14 @@ impl Links {
         fault::step("make a tap a port of its bridge");
         self.handle.link().set(message).execute().await.map_err(into_io)
     }
+}
+
+/// Name of an interface.
+fn name(message: &LinkMessage) -> Option<String> {
+    message.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::IfName(name) => Some(name.clone()),
+        _ => None,
+    })
 }
 
 fn describe(message: &LinkMessage) -> Link {

@@ -2,17 +2,24 @@
 
 use std::{fmt::Debug, path::Path, sync::Arc};
 
+use uuid::Uuid;
 use vmmd_api::v1;
-use vmmd_host::{cgroup, ledger::Ledger};
+use vmmd_host::{cgroup, failure::Failure, ledger::Ledger};
 use vmmd_objects::{event::Events, request::Requests};
 use vmmd_store::Store;
 
-use super::{Links, Networks};
+use super::{Links, Networks, PodNetwork};
 
 /// The VMs of the node.
 pub trait Users: Debug + Sync {
     /// The present state of each VM.
     fn vms(&self) -> Vec<Arc<v1::Vm>>;
+}
+
+/// The pods of the node whose launchers are connected.
+pub trait Pods: Debug + Sync {
+    /// The network of the pod that has a VM. Refused as `POD_NOT_CONNECTED` while the launcher of the pod is not connected.
+    fn network(&self, vm: Uuid) -> Result<PodNetwork, Failure>;
 }
 
 /// See the module.
@@ -40,4 +47,6 @@ pub struct Ports<'a> {
     pub networks: &'a Networks,
     /// Users of the networks.
     pub vms: &'a dyn Users,
+    /// Pods that have VMs.
+    pub pods: &'a dyn Pods,
 }

@@ -273,6 +273,7 @@ async fn nics(
             Attachment::Bridge(_) => "bridge",
             Attachment::Tap(_) => "tap",
             Attachment::Network { .. } => "network",
+            Attachment::PodNetwork { .. } => "podNetwork",
         };
         // vmmd chooses an address that no other NIC has.
         let [a, b, c, d, e, f, ..] = Uuid::new_v4().into_bytes();

@@ -1,7 +1,7 @@
 //! Networks that the daemon makes, in a network namespace of the test's own.
 
 mod changes;
-mod guest;
+pub mod guest;
 mod helpers;
 mod ipv6;
 mod packets;

@@ -61,7 +61,7 @@ pub enum Network {
     /// the kernel's overflow user (65534) as its own. Where the kernel refuses a namespace, or gives no rights in one, the program stays
     /// in the node's network and the daemon logs a warning.
     Empty,
-    /// The network of the node.
+    /// The network namespace of the thread that starts the program: that of the node, apart from threads that have entered another one.
     Node,
 }
 

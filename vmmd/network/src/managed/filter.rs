@@ -282,7 +282,11 @@ impl Filter {
         let (removed, added) = (&plan.removed, &plan.added);
         if !added.chains.is_empty() {
             let shared = if chains.is_empty() { firewall::SHARED } else { "" };
-            nft::apply(&(shared.to_owned() + &firewall::text(&added.chains)), &self.own).await?;
+            nft::apply(
+                &(shared.to_owned() + &firewall::text(&added.chains)),
+                Some(&self.own),
+            )
+            .await?;
             chains.extend(added.chains.keys().cloned());
         }
         if !removed.elements.is_empty() || !added.elements.is_empty() {
@@ -296,7 +300,7 @@ impl Filter {
             } else {
                 ""
             };
-            nft::apply(&(firewall::removal(&removed.chains) + shared), &self.own).await?;
+            nft::apply(&(firewall::removal(&removed.chains) + shared), Some(&self.own)).await?;
         }
         Ok(())
     }
@@ -327,7 +331,7 @@ impl Filter {
         } else {
             rules::whole(&parts.elements, &parts.chains)
         };
-        nft::apply(&text, &self.own).await?;
+        nft::apply(&text, Some(&self.own)).await?;
         Ok(parts.chains.into_keys().collect())
     }
 }

@@ -45,6 +45,10 @@ const DNS: u16 = 53;
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 64;
 const SERVER: &str = "server.json";
+/// Folders of helpers in the daemon's runtime folder: those of networks by the UUID of the network, and those of VMs in pods by the UUID
+/// of the VM.
+pub const NETWORKS: &str = "networks";
+pub const PODS: &str = "pods";
 /// Name of the helper's program: its first argument.
 const PROGRAM: &str = "vmmd-netd";
 /// Cgroup of the helpers, beside those of the VMs.
@@ -161,30 +165,63 @@ fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     fs::rename(&new, path)
 }
 
-/// The network that a helper is to serve.
+/// The network of guests that a helper is to serve.
 #[derive(Debug)]
 pub struct Served<'a> {
     /// The program `vmmd-netd`.
     pub program: &'a File,
     /// Where its table is.
     pub folder: &'a Path,
-    /// Name and index of its bridge.
+    /// Name and index of its bridge, or of the tap of a VM in a pod.
     pub bridge: (&'a str, u32),
     /// What it serves.
     pub table: &'a Table,
-    /// Hears when the helper ends while its folder still names it.
-    pub ends: &'a Arc<Ends>,
-    /// How many networks the node has.
-    pub networks: usize,
+    /// How many helpers the node has, with this one.
+    pub helpers: usize,
 }
 
-/// Ensures that a helper with the daemon's program serves the network. A new one has a user id of its own, and a cgroup below `parent`
-/// with all helpers. True when one had to be started.
+/// A started helper without a watcher. It ends when this is dropped.
+#[derive(Debug)]
+pub struct Started {
+    child: Child,
+    claim: Claim,
+    folder: PathBuf,
+    /// The helper that this one replaces.
+    before: Option<Server>,
+}
+
+impl Started {
+    /// Watches the helper, and notifies `ends` when it ends while its folder still names it. To be called in the daemon's runtime.
+    pub fn watched(self, ends: &Arc<Ends>) -> io::Result<()> {
+        let process = self.child.watched(Process::new)?;
+        // The old helper ends after the start of the new one, so that no client waits.
+        if let Some(before) = self.before {
+            kill(&before);
+        }
+        watch(process, &self.folder, Arc::clone(ends), Some(self.claim));
+        Ok(())
+    }
+}
+
+/// Number of the node's helpers that have a folder in `run_dir`.
+pub fn count(run_dir: &Path) -> usize {
+    let folders = [NETWORKS, PODS].map(|name| fs::read_dir(run_dir.join(name)));
+    folders.into_iter().flatten().map(Iterator::count).sum()
+}
+
+/// Whether the process that the folder names runs `program`.
+pub fn runs(folder: &Path, program: &File) -> io::Result<bool> {
+    let program = ProgramFile::from(program.metadata()?);
+    Ok(Server::read(folder).is_some_and(|server| server.lives() && server.program == program))
+}
+
+/// Ensures that a helper with the daemon's program serves the network. A new one has a user id of its own, a cgroup below `parent` with
+/// all helpers, and the network namespace of the caller. None when one serves it already.
 pub fn ensure(
     served: &Served<'_>,
     ledger: &Arc<Ledger>,
     parent: Option<&cgroup::Parent>,
-) -> io::Result<bool> {
+) -> io::Result<Option<Started>> {
     let program = ProgramFile::from(served.program.metadata()?);
     let before = Server::read(served.folder);
     let (_, bridge) = served.bridge;
@@ -193,7 +230,7 @@ pub fn ensure(
         && server.program == program
         && server.bridge == bridge
     {
-        return Ok(false);
+        return Ok(None);
     }
     let claim = ledger.claim("the helper of a network");
     let claim = claim.map_err(|failure| io::Error::other(failure.message))?;
@@ -206,13 +243,12 @@ pub fn ensure(
         bridge,
     };
     replace(&served.folder.join(SERVER), &serde_json::to_vec(&server)?, 0o600)?;
-    let process = child.watched(Process::new)?;
-    // The old helper ends after the start of the new one, so that no client waits.
-    if let Some(before) = before {
-        kill(&before);
-    }
-    watch(process, served.folder, Arc::clone(served.ends), Some(claim));
-    Ok(true)
+    Ok(Some(Started {
+        child,
+        claim,
+        folder: served.folder.to_owned(),
+        before,
+    }))
 }
 
 /// Watches the helpers that an earlier daemon started for the networks with a folder in `networks`.
@@ -275,7 +311,7 @@ fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::
         sockets.extend([open_routers(ipv6)?, open_dhcp6(ipv6)?]);
     }
     let folder = File::open(served.folder)?;
-    let group = parent.map(|parent| group(parent, served.networks)).and_then(|group| {
+    let group = parent.map(|parent| group(parent, served.helpers)).and_then(|group| {
         let failed = |error: &io::Error| {
             tracing::warn!(%error, network = name, "the helper of a network stays in the daemon's cgroup");
         };
@@ -293,20 +329,20 @@ fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::
         output: None,
         log: io::stderr().as_fd(),
         uid,
-        // It opens sockets for name servers there, and leaves it then.
+        // It opens sockets for name servers in the network of this thread, and leaves that network then.
         network: Network::Node,
         cgroup: group.as_ref().map(OwnedFd::as_fd),
         namespaces: None,
     })
 }
 
-/// The helpers' cgroup, which is made when there is none, with limits for so many networks.
-fn group(parent: &cgroup::Parent, networks: usize) -> io::Result<OwnedFd> {
+/// The helpers' cgroup, which is made when there is none, with limits for so many helpers.
+fn group(parent: &cgroup::Parent, helpers: usize) -> io::Result<OwnedFd> {
     fault::step("make the helpers' cgroup");
-    let networks = u64::try_from(networks).unwrap_or(u64::MAX);
+    let helpers = u64::try_from(helpers).unwrap_or(u64::MAX);
     let limits = cgroup::plan::Limits {
-        memory: networks.saturating_mul(MEMORY_OF_EACH).saturating_add(MEMORY),
-        tasks: networks.saturating_mul(TASKS_OF_EACH).saturating_add(TASKS),
+        memory: helpers.saturating_mul(MEMORY_OF_EACH).saturating_add(MEMORY),
+        tasks: helpers.saturating_mul(TASKS_OF_EACH).saturating_add(TASKS),
     };
     parent.for_helpers(GROUP, limits)
 }

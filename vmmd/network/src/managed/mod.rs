@@ -20,12 +20,12 @@ mod lease;
 mod listening;
 mod neighbors;
 mod netlink;
-mod nft;
-mod node;
+pub(crate) mod nft;
+pub(crate) mod node;
 mod overlap;
 mod plan;
 mod pool;
-mod rules;
+pub(crate) mod rules;
 mod update;
 
 use std::{
@@ -69,9 +69,6 @@ use vmmd_store::{LeaseRecord, NetworkRecord, RequestRecord};
 
 use super::{Links, Ports};
 
-/// The folder of all helpers in the daemon's runtime folder.
-const FOLDER: &str = "networks";
-
 /// All networks.
 #[derive(Debug)]
 pub struct Networks {
@@ -83,7 +80,7 @@ pub struct Networks {
     own: Arc<Own>,
     /// Notifications about changes of the packet filter.
     watch: OnceLock<Watch>,
-    helper_ends: Arc<helper::Ends>,
+    pub(crate) helper_ends: Arc<helper::Ends>,
     /// Other packet filters that drop packets of guests; `None` before the first search.
     obstacles: Mutex<Option<Vec<neighbors::Obstacle>>>,
     /// The program `vmmd-netd`, from its first use.
@@ -174,15 +171,16 @@ impl Networks {
 
     /// Loads the records of the store, and adopts the known helpers.
     pub fn adopt(&self, host: Ports<'_>, records: Vec<NetworkRecord>) {
-        if let Err(error) = helper::end_strays(&host.run_dir.join(FOLDER)) {
-            tracing::error!(%error, "look for processes that serve a network and that no daemon knows");
-        }
-        let networks = host.run_dir.join(FOLDER);
-        match helper::watch_adopted(&networks, &self.helper_ends) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                tracing::error!(%error, "watch the helpers of networks: they are looked at once a minute only");
+        for folder in [helper::NETWORKS, helper::PODS].map(|name| host.run_dir.join(name)) {
+            if let Err(error) = helper::end_strays(&folder) {
+                tracing::error!(%error, "look for processes that serve a network and that no daemon knows");
             }
-            _ => {}
+            match helper::watch_adopted(&folder, &self.helper_ends) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    tracing::error!(%error, "watch the helpers of networks: they are looked at once a minute only");
+                }
+                _ => {}
+            }
         }
         match Watch::open() {
             Ok(watch) => drop(self.watch.set(watch)),
@@ -197,7 +195,7 @@ impl Networks {
     }
 
     /// The program `vmmd-netd`. The first use opens the file: a package that replaces the file later has another format of the table perhaps.
-    fn netd(&self, path: &Path) -> io::Result<&File> {
+    pub(crate) fn netd(&self, path: &Path) -> io::Result<&File> {
         if let Some(program) = self.netd.get() {
             return Ok(program);
         }
@@ -435,7 +433,7 @@ async fn default_mtu(host: Ports<'_>, spec: &NetworkSpec) -> u32 {
     if spec.mode == NetworkMode::Isolated {
         return 0;
     }
-    let uplink = host.links.uplink_mtu().await.unwrap_or_else(|error| {
+    let uplink = host.links.uplink().await.unwrap_or_else(|error| {
         tracing::warn!(%error, "look for the default route");
         None
     });
@@ -443,7 +441,7 @@ async fn default_mtu(host: Ports<'_>, spec: &NetworkSpec) -> u32 {
         Some(_) => LEAST_MTU_OF_IPV6,
         None => *MTUS.start(),
     };
-    uplink.map_or(0, |mtu| mtu.clamp(least.into(), (*MTUS.end()).into()))
+    uplink.map_or(0, |(_, link)| link.mtu.clamp(least.into(), (*MTUS.end()).into()))
 }
 
 /// The validated form of a network's spec; it was validated when it came.
@@ -465,5 +463,5 @@ fn bridge(record: &NetworkRecord) -> String {
 /// Files of the network's helper.
 fn folder(host: Ports<'_>, record: &NetworkRecord) -> PathBuf {
     let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
-    host.run_dir.join(FOLDER).join(uid.to_string())
+    host.run_dir.join(helper::NETWORKS).join(uid.to_string())
 }

@@ -10,10 +10,11 @@ use super::{filter::Own, firewall};
 /// How long it may take.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Carries commands out, in one transaction, and notes in `own` that it is the daemon's.
-pub async fn apply(commands: &str, own: &Own) -> io::Result<()> {
+/// Carries commands out, in one transaction, in the network namespace of the thread. On the node `own` notes that the change is the
+/// daemon's.
+pub async fn apply(commands: &str, own: Option<&Own>) -> io::Result<()> {
     fault::step("change the packet filter");
-    run(&["-f", "-"], commands, Some(own)).await.map(drop)
+    run(&["-f", "-"], commands, own).await.map(drop)
 }
 
 /// A list of nft in JSON (libnftables-json(5)).

@@ -41,7 +41,7 @@ use crate::{
 /// Interval between comparisons of the node with the wanted state.
 pub const PERIOD: Duration = Duration::from_secs(60);
 /// For how long VMs are given their addresses, in seconds. They have them for their lives; a client asks again at half time.
-const LEASE_SECONDS: u32 = 3600;
+pub(crate) const LEASE_SECONDS: u32 = 3600;
 
 /// Differences between the node and the wanted state.
 #[derive(Debug, Default)]
@@ -461,8 +461,8 @@ async fn carry_out(links: &Links, name: &str, step: Step) -> io::Result<()> {
     }
 }
 
-/// Lets the kernel forward packets. It stays on: others may have come to need it.
-fn forwarding(with_ipv4: bool, with_ipv6: bool) -> io::Result<()> {
+/// Lets the kernel forward packets in the network namespace of the caller. It stays on: others may have come to need it.
+pub(crate) fn forwarding(with_ipv4: bool, with_ipv6: bool) -> io::Result<()> {
     const SWITCH: &str = "/proc/sys/net/ipv6/conf/all/forwarding";
     if with_ipv4 {
         switch("/proc/sys/net/ipv4/ip_forward", "1")?;
@@ -482,7 +482,7 @@ fn forwarding(with_ipv4: bool, with_ipv6: bool) -> io::Result<()> {
 }
 
 /// Sets a switch of the kernel, unless it is set so.
-fn switch(path: &str, to: &str) -> io::Result<()> {
+pub(crate) fn switch(path: &str, to: &str) -> io::Result<()> {
     if std::fs::read_to_string(path)?.trim() == to {
         return Ok(());
     }
@@ -548,10 +548,11 @@ async fn serve(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
         folder: &folder,
         bridge: (&name, link.index),
         table: &table,
-        ends: &host.networks.helper_ends,
-        networks: host.networks.registry.lock().records().count(),
+        helpers: helper::count(host.run_dir),
     };
-    helper::ensure(&served, host.ledger, host.cgroups)
+    let started = helper::ensure(&served, host.ledger, host.cgroups)?;
+    let watched = started.map(|started| started.watched(&host.networks.helper_ends));
+    Ok(watched.transpose()?.is_some())
 }
 
 fn wanted(record: &NetworkRecord) -> Option<Wanted> {
@@ -639,6 +640,7 @@ fn table(
     });
     Table {
         network: record.name.clone(),
+        search: Vec::new(),
         routes: spec.mode != NetworkMode::Isolated,
         ipv4: spec.subnet.map(|Subnet { net, gateway }| netd::Ipv4 {
             gateway,
@@ -660,7 +662,7 @@ fn table(
 }
 
 /// Most name servers that are asked for the names of the outside, as many as resolv.conf(5) has.
-const NAME_SERVERS: usize = 3;
+pub(crate) const NAME_SERVERS: usize = 3;
 
 /// Name servers for names outside the network: those of its spec, or those of the node. Empty for
 /// an isolated network, because names are a way out.

@@ -194,12 +194,18 @@ fn options((table, ipv4): (&Table, &Ipv4), host: &Host, message: &mut Message) {
         options.insert(DhcpOption::Router(vec![ipv4.gateway]));
     }
     options.insert(DhcpOption::DomainNameServer(vec![ipv4.gateway]));
-    let domain = format!("{}.internal", table.network);
+    let domains = table.domains();
     // RFC 3397.
-    if let Ok(search) = Name::from_ascii(format!("{domain}.")) {
-        options.insert(DhcpOption::DomainSearch(vec![search]));
+    let search = domains
+        .iter()
+        .map(|domain| Name::from_ascii(format!("{domain}.")));
+    let search: Vec<_> = search.filter_map(Result::ok).collect();
+    if !search.is_empty() {
+        options.insert(DhcpOption::DomainSearch(search));
     }
-    options.insert(DhcpOption::DomainName(domain));
+    if let Some(domain) = domains.into_iter().next() {
+        options.insert(DhcpOption::DomainName(domain));
+    }
     if !table.ntp.is_empty() {
         options.insert(DhcpOption::NtpServers(table.ntp.clone()));
     }
@@ -226,6 +232,7 @@ pub mod tests {
     pub fn table() -> Table {
         Table {
             network: "lan".into(),
+            search: Vec::new(),
             routes: true,
             ipv4: Some(Ipv4 {
                 gateway: GATEWAY,
@@ -299,6 +306,35 @@ pub mod tests {
             assert_eq!(options.get(code), Some(&expected));
         }
         assert!(options.get(OptionCode::NtpServers).is_none());
+    }
+
+    #[test]
+    fn client_in_a_pod_is_offered_its_search_domains() {
+        let search = ["ns.svc.cluster.local", "cluster.local"]
+            .map(str::to_owned)
+            .to_vec();
+        let pod = Table {
+            network: String::new(),
+            search: search.clone(),
+            ..table()
+        };
+        let offer = answer(&pod, &request(MessageType::Discover, &[])).unwrap();
+        let options = offer.message.opts();
+        let names = search
+            .iter()
+            .map(|name| Name::from_ascii(format!("{name}.")).unwrap());
+        for expected in [
+            DhcpOption::DomainName(search[0].clone()),
+            DhcpOption::DomainSearch(names.collect()),
+        ] {
+            assert_eq!(options.get(OptionCode::from(&expected)), Some(&expected));
+        }
+        let none = Table {
+            search: Vec::new(),
+            ..pod
+        };
+        let offer = answer(&none, &request(MessageType::Discover, &[])).unwrap();
+        assert!(offer.message.opts().get(OptionCode::DomainName).is_none());
     }
 
     #[test]

@@ -202,8 +202,13 @@ fn answer(table: &Table, ipv6: &Ipv6, host: &Host, request: &Request<'_>) -> Opt
         _ => {}
     }
     options.insert(DhcpOption::DomainNameServers(vec![ipv6.gateway()]));
-    if let Ok(domain) = Name::from_ascii(format!("{}.internal.", table.network)) {
-        options.insert(DhcpOption::DomainSearchList(vec![domain]));
+    let domains = table.domains();
+    let domains = domains
+        .iter()
+        .map(|domain| Name::from_ascii(format!("{domain}.")));
+    let domains: Vec<_> = domains.filter_map(Result::ok).collect();
+    if !domains.is_empty() {
+        options.insert(DhcpOption::DomainSearchList(domains));
     }
     Some(message)
 }

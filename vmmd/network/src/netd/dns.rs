@@ -1,6 +1,6 @@
 //! Response to a guest's DNS query (RFC 1035): a pure function of the table.
 //!
-//! The helper is the authority for `<network>.internal` and for the addresses of the network. It
+//! The helper is the authority for `<network>.internal` and for the addresses of a network with names. It
 //! answers for special-use names itself ([`special`]). It forwards all other names
 //! ([`super::forward`], [`super::streams`]), unless the network is isolated.
 
@@ -204,8 +204,11 @@ pub fn is_reply(packet: &[u8], id: u16, question: &[u8]) -> bool {
     header.is_ok_and(|header| answers(&header)) && name.eq_ignore_ascii_case(asked) && kind == wanted
 }
 
-/// `<network>.internal.`
+/// `<network>.internal.`, if the network has names of its own.
 fn zone(table: &Table) -> Option<Name> {
+    if table.network.is_empty() {
+        return None;
+    }
     Name::from_ascii(format!("{}.internal.", table.network)).ok()
 }
 

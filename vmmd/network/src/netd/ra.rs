@@ -162,24 +162,27 @@ pub fn advertisement(table: &Table, autonomous: bool) -> Option<Vec<u8>> {
     message.extend(preferred.to_be_bytes());
     message.extend([0; 4]);
     message.extend(ipv6.prefix.octets());
-    names(ipv6, &table.network, &mut message);
+    names(ipv6, &table.domains(), &mut message);
     Some(message)
 }
 
-/// The name server and the domain of the guests (RFC 8106, 5.1, 5.2).
-fn names(ipv6: &Ipv6, network: &str, message: &mut Vec<u8>) {
+/// The name server and the domains of the guests (RFC 8106, 5.1, 5.2).
+fn names(ipv6: &Ipv6, domains: &[String], message: &mut Vec<u8>) {
     message.extend([25, 3, 0, 0]);
     message.extend(NAMES_LIFETIME.to_be_bytes());
     message.extend(ipv6.gateway().octets());
-    let mut domain = Vec::new();
-    for label in [network, "internal", ""] {
-        domain.push(u8::try_from(label.len()).unwrap_or_default());
-        domain.extend(label.bytes());
+    if domains.is_empty() {
+        return;
     }
-    domain.resize(domain.len().next_multiple_of(8), 0);
-    message.extend([31, u8::try_from(1 + domain.len() / 8).unwrap_or_default(), 0, 0]);
+    let mut list = Vec::new();
+    for label in domains.iter().flat_map(|domain| domain.split('.').chain([""])) {
+        list.push(u8::try_from(label.len()).unwrap_or_default());
+        list.extend(label.bytes());
+    }
+    list.resize(list.len().next_multiple_of(8), 0);
+    message.extend([31, u8::try_from(1 + list.len() / 8).unwrap_or_default(), 0, 0]);
     message.extend(NAMES_LIFETIME.to_be_bytes());
-    message.extend(domain);
+    message.extend(list);
 }
 
 #[cfg(test)]
@@ -213,6 +216,27 @@ mod tests {
             ..table()
         };
         assert_eq!(advertisement(&without, true), None);
+    }
+
+    #[test]
+    fn guests_of_a_pod_have_its_search_domains() {
+        let search = ["ns.svc.cluster.local", "cluster.local"]
+            .map(str::to_owned)
+            .to_vec();
+        let pod = Table {
+            network: String::new(),
+            search,
+            ..table()
+        };
+        let message = advertisement(&pod, false).unwrap();
+        let names = b"\x02ns\x03svc\x07cluster\x05local\0\x07cluster\x05local\0\0\0\0";
+        assert_eq!(message[88..90], [31, 6]);
+        assert_eq!(&message[96..], names);
+        let none = Table {
+            search: Vec::new(),
+            ..pod
+        };
+        assert_eq!(advertisement(&none, false).unwrap().len(), 88);
     }
 
     #[test]

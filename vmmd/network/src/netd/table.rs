@@ -10,8 +10,11 @@ use serde::{Deserialize, Serialize};
 /// Data for the answers of a helper.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Table {
-    /// The network's name: `<vm>.<network>.internal`.
+    /// The network's name: `<vm>.<network>.internal`; empty for a network without names of its own.
     pub network: String,
+    /// Domains of a network without names of its own, the guests' own one first.
+    #[serde(default)]
+    pub search: Vec<String>,
     /// There is something behind the gateways; VMs have no other routes when it is false.
     pub routes: bool,
     /// IPv4 configuration, if the network has IPv4.
@@ -31,6 +34,16 @@ pub struct Table {
     pub ipv6: Option<Ipv6>,
     /// By MAC address: "52:54:00:12:34:56".
     pub hosts: BTreeMap<String, Host>,
+}
+
+impl Table {
+    /// Domains in which guests look names up, their own one first, without a dot at the end.
+    pub fn domains(&self) -> Vec<String> {
+        match self.network.as_str() {
+            "" => self.search.clone(),
+            network => vec![format!("{network}.internal")],
+        }
+    }
 }
 
 /// IPv4 configuration of guests.

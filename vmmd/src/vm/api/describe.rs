@@ -527,6 +527,7 @@ fn nics(
         let (tap, bridge, network) = match &nic.attachment {
             Attachment::Bridge(bridge) => (made.unwrap_or_default(), bridge.clone(), ""),
             Attachment::Tap(tap) => (tap.clone(), String::new(), ""),
+            Attachment::PodNetwork { .. } => (made.unwrap_or_default(), String::new(), ""),
             Attachment::Network { name, .. } => {
                 let bridge = host.networks.bridge(name.as_str()).unwrap_or_default();
                 (made.unwrap_or_default(), bridge, name.as_str())

@@ -263,15 +263,16 @@ fn disk_job(
     })
 }
 
-/// Removes a run's files and cgroup from the node. Its process must have ended.
+/// Removes a run's files and cgroup from the node, and its network from its pod. Its process must have ended.
 pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
     host.logs.forget(uid);
+    let pod = vmmd_network::close_pod(host.for_networks(), uid);
     let runtime = RuntimeDir::of(&host.config, uid).remove();
     let group = host
         .cgroups
         .as_ref()
         .map_or(Ok(()), |parent| parent.group(uid).clear());
-    runtime.and(group)
+    runtime.and(group).and(pod)
 }
 
 async fn run(

@@ -337,7 +337,7 @@ stored! {
     NicSpec of v1::NicSpec {
         #[prost(string, tag = "1")]
         name: String,
-        #[prost(oneof = "Attachment", tags = "2, 3, 11")]
+        #[prost(oneof = "Attachment", tags = "2, 3, 11, 21")]
         attachment: Option<Attachment>,
         #[prost(string, tag = "4")]
         mac: String,
@@ -408,7 +408,7 @@ stored! {
 }
 
 /// Of [`NicSpec`].
-#[derive(Clone, PartialEq, Eq, prost::Oneof)]
+#[derive(Clone, PartialEq, prost::Oneof)]
 pub enum Attachment {
     #[prost(string, tag = "2")]
     Bridge(String),
@@ -416,6 +416,16 @@ pub enum Attachment {
     Tap(String),
     #[prost(string, tag = "11")]
     Network(String),
+    #[prost(message, tag = "21")]
+    PodNetwork(PodNetwork),
+}
+
+stored! {
+    /// The network of a pod.
+    PodNetwork of v1::PodNetwork {
+        #[prost(string, tag = "1")]
+        interface: String,
+    }
 }
 
 stored! {
@@ -569,6 +579,7 @@ impl Mirror<Attachment> for v1::nic_spec::Attachment {
             Self::Bridge(bridge) => Attachment::Bridge(bridge),
             Self::Tap(tap) => Attachment::Tap(tap),
             Self::Network(network) => Attachment::Network(network),
+            Self::PodNetwork(pod) => Attachment::PodNetwork(pod.mirror()),
         }
     }
 }
@@ -579,6 +590,7 @@ impl Mirror<v1::nic_spec::Attachment> for Attachment {
             Self::Bridge(bridge) => v1::nic_spec::Attachment::Bridge(bridge),
             Self::Tap(tap) => v1::nic_spec::Attachment::Tap(tap),
             Self::Network(network) => v1::nic_spec::Attachment::Network(network),
+            Self::PodNetwork(pod) => v1::nic_spec::Attachment::PodNetwork(pod.mirror()),
         }
     }
 }

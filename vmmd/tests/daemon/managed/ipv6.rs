@@ -16,7 +16,7 @@ impl Guest {
     }
 
     /// Waits until the guest's kernel has formed an address from an advertisement.
-    pub(super) async fn has(&self, address: &str) {
+    pub async fn has(&self, address: &str) {
         within(async || {
             let shown = self.namespace.ip("-6 addr show dev eth0 scope global");
             let formed = shown.contains(&format!("inet6 {address}/64")) && !shown.contains("tentative");

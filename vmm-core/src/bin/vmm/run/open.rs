@@ -366,6 +366,10 @@ fn open_nic(fds: &mut Fds, slot: u32, vm: &str, nic: &Nic) -> Result<vmm::Nic> {
         Attachment::Tap(tap) => (tap.clone(), None),
         // It vanishes with this process.
         Attachment::Bridge(bridge) => (format!("vmm{}n{slot}", std::process::id()), Some(bridge)),
+        Attachment::PodNetwork { .. } => bail!(
+            "nic {}: vmmd connects VMs to pods; without it give a `bridge` or a `tap`",
+            nic.name
+        ),
         Attachment::Network { .. } => bail!(
             "nic {}: networks are made by vmmd; without it give a `bridge` or a `tap`",
             nic.name

@@ -127,10 +127,18 @@ pub fn pending(record: &VmRecord) -> Vec<Change> {
 impl Change {
     /// Why it waits for a restart, where that is not plain.
     pub fn why_restart(&self) -> Option<&'static str> {
-        let is_share = self.path.starts_with("spec.shares[") && self.path.ends_with(']');
-        (self.verdict == Verdict::Restart && is_share).then_some(
-            "the machine was started with private memory, and what serves a share has to map it: restart the VM",
-        )
+        let is_whole = self.verdict == Verdict::Restart && self.path.ends_with(']');
+        if is_whole && self.path.starts_with("spec.shares[") {
+            Some(
+                "the machine was started with private memory, and what serves a share has to map it: restart the VM",
+            )
+        } else if is_whole && self.path.starts_with("spec.nics[") {
+            Some(
+                "a NIC in the network of the VM's pod is attached and detached by a start of the VM: restart the VM",
+            )
+        } else {
+            None
+        }
     }
 }
 
@@ -230,6 +238,12 @@ pub fn is_on_sata(disks: &[v1::DiskSpec], name: &str) -> bool {
     disk.is_some_and(|disk| disk.cdrom || disk.bus() == v1::DiskBus::Sata)
 }
 
+/// Whether the NIC of that name is in the network of the VM's pod, where no NIC is hot-plugged.
+fn is_in_pod(spec: &VmSpec, name: &str) -> bool {
+    let nic = spec.nics.iter().find(|nic| nic.name == name);
+    nic.is_some_and(|nic| matches!(nic.attachment, Some(v1::nic_spec::Attachment::PodNetwork(_))))
+}
+
 fn limits(limit: &v1::RateLimit) -> bool {
     *limit != v1::RateLimit::default()
 }
@@ -267,6 +281,8 @@ pub fn compare(running: &VmSpec, desired: &VmSpec) -> Vec<Change> {
                 let balloon = running.balloon.unwrap_or_default();
                 !balloon.disabled && !desired.balloon.unwrap_or_default().disabled
             }
+            Verdict::Live(Live::AttachNic(name)) => !is_in_pod(desired, name),
+            Verdict::Live(Live::DetachNic(name)) => !is_in_pod(running, name),
             // Both changes need the NIC to stay in its network.
             Verdict::Live(Live::NicPorts(name) | Live::NicFirewall(name)) => {
                 let attachment = |spec: &VmSpec| {

@@ -282,6 +282,25 @@ fn values_are_those_of_both_sides() {
 }
 
 #[test]
+fn nic_in_the_network_of_a_pod_is_not_plugged() {
+    let mut in_pod = spec();
+    in_pod.nics[0].attachment = Some(nic_spec::Attachment::PodNetwork(v1::PodNetwork::default()));
+    let mut without = spec();
+    without.nics.clear();
+    for (running, desired) in [(&in_pod, &without), (&without, &in_pod)] {
+        let changes = compare(running, desired);
+        let [change] = &changes[..] else {
+            panic!("{changes:?}");
+        };
+        assert_eq!(
+            (change.path.as_str(), &change.verdict),
+            ("spec.nics[eth0]", &Verdict::Restart)
+        );
+        assert!(change.why_restart().is_some());
+    }
+}
+
+#[test]
 fn ports_and_rules_of_a_nic_change_at_once_in_its_network() {
     let lan = |name: &str| {
         let mut spec = spec();
