@@ -45,6 +45,7 @@ mod operations;
 mod panic;
 mod pki;
 mod placement;
+mod pods;
 mod policies;
 mod reconcile;
 mod request;
