@@ -498,7 +498,7 @@ mod tests {
         let dir = parent.path().join("vm");
         fs::create_dir(&dir).unwrap();
         fs::write(parent.path().join("cpuset.cpus.effective"), "0-2\n").unwrap();
-        let group = Group { dir };
+        let group = Group::new(dir);
         for (before, running, expected) in [("2\n", true, "0-2\n"), ("\n", true, "\n"), ("2\n", false, "\n")]
         {
             let file = group.dir.join("cpuset.cpus");
