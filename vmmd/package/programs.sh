@@ -25,4 +25,12 @@ else
     "$cargo" build --profile "$profile" --locked -p vmm-image --bin vmm-image >&2
     "$cargo" build --profile "$profile" --locked -p vmmd-kube --bin vmmd-kube >&2
 fi
+if [ "$profile" != demo ]; then
+    # It runs in an image without any other file. With a target that is named, cargo does not give these flags to build scripts.
+    target=$(uname -m)-unknown-linux-gnu
+    name=$profile
+    [ "$profile" != debug ] || name=dev
+    RUSTFLAGS="-C target-feature=+crt-static" "$cargo" build --profile "$name" --locked --target "$target" -p vmmd-pod --bin vmmd-pod >&2
+    cp "${CARGO_TARGET_DIR:-target}/$target/$profile/vmmd-pod" "${CARGO_TARGET_DIR:-target}/$profile/vmmd-pod.static"
+fi
 echo "${CARGO_TARGET_DIR:-target}/$profile"

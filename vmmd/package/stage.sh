@@ -12,9 +12,11 @@ programs=$("$here/programs.sh")
 if [ "${PROFILE:-release}" = demo ]; then
     names="vmmd vmmd-netd vmm vmm-image"
     virtiofsd=
+    launcher=
 else
     names="vmmd vmmd-netd vmm vmm-image vmmd-kube"
     virtiofsd=$("$here/virtiofsd.sh")
+    launcher=$programs/vmmd-pod.static
 fi
 
 # put MODE SOURCE DESTINATION
@@ -35,6 +37,11 @@ done
 if [ -n "$virtiofsd" ]; then
     put 755 "$virtiofsd/bin/virtiofsd" usr/lib/vmmd/virtiofsd
     strip "$root/usr/lib/vmmd/virtiofsd"
+fi
+if [ -n "$launcher" ]; then
+    put 755 "$launcher" usr/lib/vmmd/vmmd-pod
+    strip "$root/usr/lib/vmmd/vmmd-pod"
+    put 755 "$here/pod-image" usr/lib/vmmd/pod-image
 fi
 put 755 "$here/stop-guests" usr/lib/vmmd/stop-guests
 put 755 "$here/default-network" usr/lib/vmmd/default-network

@@ -105,6 +105,19 @@ pub struct Config {
     pub snapshots: SnapshotLimits,
     /// Limits of imports.
     pub images: ImportRules,
+    /// Pods of a cluster that have VMs.
+    pub pods: Pods,
+}
+
+/// The way of pods to the daemon.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
+#[serde(deny_unknown_fields, default)]
+pub struct Pods {
+    /// The socket for the launchers of pods, in a folder of its own: the agent mounts the folder into each pod with a VM. Each
+    /// process that reaches the socket can connect; the daemon serves the processes in cgroups of pods. Default `pod/vmmd.sock` in
+    /// `run_dir`.
+    pub socket: Option<PathBuf>,
 }
 
 /// Files of the firmware for VMs with `boot.firmware`. The defaults are those of Debian's packages `ovmf` and `seabios`.
@@ -283,6 +296,7 @@ impl Default for Config {
             roots: Roots::default(),
             snapshots: SnapshotLimits::default(),
             images: ImportRules::default(),
+            pods: Pods::default(),
         }
     }
 }
@@ -337,6 +351,7 @@ impl Config {
             ("run_dir", Some(&self.run_dir)),
             ("log_dir", Some(&self.log_dir)),
             ("socket", self.socket.as_ref()),
+            ("pods.socket", self.pods.socket.as_ref()),
             ("vmm", self.vmm.as_ref()),
             ("virtiofsd", self.virtiofsd.as_ref()),
             ("kvm_device", Some(&self.kvm_device)),
@@ -419,6 +434,12 @@ impl Config {
         self.socket
             .clone()
             .unwrap_or_else(|| self.run_dir.join("vmmd.sock"))
+    }
+
+    /// The socket for the launchers of pods.
+    pub fn pod_socket(&self) -> PathBuf {
+        let default = || self.run_dir.join("pod/vmmd.sock");
+        self.pods.socket.clone().unwrap_or_else(default)
     }
 
     /// The `vmm` program.

@@ -37,6 +37,7 @@ use crate::metrics;
 use crate::migration;
 use crate::node;
 use crate::peers;
+use crate::pod;
 use crate::registry;
 use crate::screen;
 use crate::service;
@@ -141,6 +142,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         snapshots: Snapshots::default(),
         agents: registry::agents::Agents::default(),
         consoles: Arc::default(),
+        pods: Arc::default(),
         certificates: OnceLock::new(),
         screens: Screens::new(&config.limits),
         peers: peers::Peers::new(config.tcp.clone()),
@@ -198,6 +200,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         let listener = listener.with_context(|| format!("listen for Prometheus on {listen}"))?;
         tokio::spawn(listener.serve(Arc::clone(&host)));
     }
+    let pods = host.config.pod_socket();
+    let pods = pod::bind(&pods).with_context(|| format!("socket for pods {}", pods.display()))?;
     screen::serve(&host).await?;
     let audit = Arc::new(Audit::open(host.config.audit_log.as_deref()).context("open the audit log")?);
     let tcp = listen(&host).await?;
@@ -205,6 +209,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     // These tasks run until the daemon ends.
     let mut parts = JoinSet::new();
     parts.spawn(migration::attend(Arc::clone(&host), left));
+    parts.spawn(pod::serve(Arc::clone(&host), pods));
     parts.spawn(reopen(Arc::clone(&audit), hangup));
     parts.spawn(watch_networks(Arc::clone(&host)));
     parts.spawn(watch_filter(Arc::clone(&host)));

@@ -43,6 +43,7 @@ use crate::{
         consoles::Consoles,
         disks::Disks,
         node,
+        pods::Pods,
         screens::Screens,
         snapshots::Snapshots,
         state_dirs::StateDirs,
@@ -84,6 +85,8 @@ pub struct Host {
     pub consoles: Arc<Consoles>,
     /// Turns at their agents.
     pub agents: Agents,
+    /// Pods whose launchers are connected.
+    pub pods: Arc<Pods>,
     /// Ways to their screens beside the API.
     pub screens: Screens,
     /// Disks of the DiskService.
@@ -148,6 +151,7 @@ impl Host {
         Sources {
             ledger: &self.ledger,
             disks: &self.disks,
+            pods: &self.pods,
             folder: self.disk_folder(),
             roots: &self.config.roots,
         }

@@ -25,6 +25,7 @@ mod migration;
 mod node;
 mod paths;
 mod peers;
+mod pod;
 pub mod program;
 mod registry;
 mod screen;
@@ -40,6 +41,7 @@ mod vm;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing {
     pub use crate::{
-        guest::fuzzing::agent_answers, migration::fuzzing::peer_messages, snapshot::fuzzing::snapshot_archive,
+        guest::fuzzing::agent_answers, migration::fuzzing::peer_messages, pod::fuzzing::launcher_messages,
+        snapshot::fuzzing::snapshot_archive,
     };
 }

@@ -18,4 +18,12 @@ impl v1::DiskSpec {
             _ => "",
         }
     }
+
+    /// The name of the pod's volume that the disk is on; empty when it is on none.
+    pub fn pod_volume(&self) -> &str {
+        match &self.source {
+            Some(Source::PodVolume(volume)) => volume,
+            _ => "",
+        }
+    }
 }

@@ -112,6 +112,7 @@ pub fn phase(reason: ExitReason) -> (VmPhase, &'static str) {
         ExitReason::StartFailed => (VmPhase::Failed, "StartFailed"),
         ExitReason::OutOfMemory => (VmPhase::Failed, "OutOfMemory"),
         ExitReason::NodeRestart => (VmPhase::Failed, "NodeRestart"),
+        ExitReason::LauncherGone => (VmPhase::Failed, "LauncherGone"),
         ExitReason::Lost | ExitReason::Unspecified => (VmPhase::Failed, "Lost"),
     }
 }
@@ -124,6 +125,7 @@ fn recorded(record: &ExitRecord, asked: Asked) -> (ExitReason, String) {
         ExitKind::GuestPanic => ExitReason::GuestPanic,
         ExitKind::GuestCrash => ExitReason::GuestCrash,
         ExitKind::StartFailed => ExitReason::StartFailed,
+        ExitKind::LifelineClosed => ExitReason::LauncherGone,
         ExitKind::VmmError | ExitKind::Unspecified => ExitReason::VmmError,
     };
     let message = match record.kind() {
@@ -185,9 +187,11 @@ pub fn count(counts: &mut RunCounts, reason: ExitReason) {
         ExitReason::Lost => &mut counts.lost,
         ExitReason::StartFailed => &mut counts.failed_starts,
         // These ends are not failures of the VM.
-        ExitReason::Stopped | ExitReason::Killed | ExitReason::NodeRestart | ExitReason::Unspecified => {
-            return;
-        }
+        ExitReason::Stopped
+        | ExitReason::Killed
+        | ExitReason::NodeRestart
+        | ExitReason::LauncherGone
+        | ExitReason::Unspecified => return,
     };
     *counter += 1;
 }
@@ -225,6 +229,18 @@ mod tests {
             (K::GuestCrash, Asked::Nothing, R::GuestCrash, VmPhase::Failed),
             (K::VmmError, Asked::Kill, R::VmmError, VmPhase::Failed),
             (K::StartFailed, Asked::Nothing, R::StartFailed, VmPhase::Failed),
+            (
+                K::LifelineClosed,
+                Asked::Nothing,
+                R::LauncherGone,
+                VmPhase::Failed,
+            ),
+            (
+                K::LifelineClosed,
+                Asked::PowerOff,
+                R::LauncherGone,
+                VmPhase::Failed,
+            ),
             (K::Unspecified, Asked::Nothing, R::VmmError, VmPhase::Failed),
         ] {
             let exit = classify(&Evidence {

@@ -89,6 +89,8 @@ pub fn after(policy: RunPolicy, on_panic: OnPanic, last: Option<ExitReason>, pen
         _ => false,
     };
     match (last, on_panic, policy) {
+        // The pod never comes back.
+        (Some(ExitReason::LauncherGone), _, _) => RunPolicy::Manual,
         (_, OnPanic::Restart, RunPolicy::Manual) if panicked => RunPolicy::OnFailure,
         (Some(ExitReason::GuestPanic), OnPanic::Stop, RunPolicy::UnlessStopped | RunPolicy::OnFailure) => {
             RunPolicy::Manual
@@ -116,9 +118,11 @@ pub fn starts(policy: RunPolicy) -> bool {
 /// Whether the end of a run was a failure, as opposed to an end by request or by the guest.
 fn is_failure(reason: ExitReason) -> bool {
     match reason {
-        ExitReason::GuestShutdown | ExitReason::Stopped | ExitReason::Killed | ExitReason::Unspecified => {
-            false
-        }
+        ExitReason::GuestShutdown
+        | ExitReason::Stopped
+        | ExitReason::Killed
+        | ExitReason::LauncherGone
+        | ExitReason::Unspecified => false,
         ExitReason::GuestPanic
         | ExitReason::GuestCrash
         | ExitReason::VmmError

@@ -15,6 +15,7 @@ use super::{
     Violations, cloud_init,
     name::Name,
     pci::{PciSlot, SATA_PORTS},
+    pod::{PodUid, PodVolume},
     vm::{absolute, name},
 };
 
@@ -124,6 +125,13 @@ pub enum Source {
         /// Format given in the manifest, if any; never ISO.
         format: Option<Format>,
     },
+    /// A volume of the VM's pod: the file `disk.img` in a directory, or a block device.
+    Pod {
+        /// The volume.
+        volume: PodVolume,
+        /// How it is to be read.
+        format: Format,
+    },
     /// The seed of cloud-init, which the daemon makes.
     Seed,
     /// None: a CD-ROM drive without a medium.
@@ -180,10 +188,15 @@ impl Disk {
         let source = source(found, field, disk);
         let iso = matches!(
             source,
-            Some(Source::Path {
-                format: Format::Iso,
-                ..
-            })
+            Some(
+                Source::Path {
+                    format: Format::Iso,
+                    ..
+                } | Source::Pod {
+                    format: Format::Iso,
+                    ..
+                }
+            )
         );
         let cache = match v1::DiskCache::try_from(disk.cache) {
             Ok(v1::DiskCache::Unspecified) => Cache::Auto,
@@ -273,7 +286,14 @@ impl Disk {
     pub fn named(&self) -> Option<&Name> {
         match &self.source {
             Source::Disk { name, .. } => Some(name),
-            Source::Path { .. } | Source::Seed | Source::Empty => None,
+            Source::Path { .. } | Source::Pod { .. } | Source::Seed | Source::Empty => None,
+        }
+    }
+
+    /// Notes the VM's pod, which has the volume of the disk.
+    pub fn set_pod(&mut self, pod: Option<&PodUid>) {
+        if let Source::Pod { volume, .. } = &mut self.source {
+            volume.pod = pod.cloned();
         }
     }
 }
@@ -344,6 +364,10 @@ fn source(found: &mut Violations, field: &str, disk: &v1::DiskSpec) -> Option<So
             }
             Some(Source::Disk { name: name?, format })
         }
+        Some(WireSource::PodVolume(volume)) => Some(Source::Pod {
+            volume: PodVolume::new(found, &format!("{field}.podVolume"), volume)?,
+            format: format.unwrap_or(Format::Raw),
+        }),
         None if disk.cdrom => {
             if given {
                 found.add(&format_field, "must be left out in an empty CD-ROM drive");
@@ -353,7 +377,7 @@ fn source(found: &mut Violations, field: &str, disk: &v1::DiskSpec) -> Option<So
         None => {
             found.add(
                 format_args!("{field}.path"),
-                "must be given, unless `disk` names a disk of the DiskService",
+                "must be given, unless `disk` names a disk of the DiskService or `podVolume` a volume of the VM's pod",
             );
             None
         }

@@ -24,6 +24,7 @@ pub mod nic;
 pub mod oci;
 pub mod overhead;
 pub mod pci;
+pub mod pod;
 pub mod policy;
 pub mod resources;
 pub mod share;

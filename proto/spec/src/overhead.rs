@@ -71,7 +71,7 @@ const SHARE_TASKS: u64 = 8;
 pub fn memory(spec: &VmSpec) -> u64 {
     // One whose format the spec does not say may be of either.
     let qcow2 = spec.disks.iter().filter(|disk| match &disk.source {
-        Source::Path { format, .. } => *format == Format::Qcow2,
+        Source::Path { format, .. } | Source::Pod { format, .. } => *format == Format::Qcow2,
         Source::Disk { format, .. } => *format != Some(Format::Raw),
         Source::Seed | Source::Empty => false,
     });

@@ -7,6 +7,7 @@ use vmmd_api::v1;
 use super::{
     Violations,
     name::Name,
+    pod::{PodUid, PodVolume},
     vm::{absolute, name},
 };
 
@@ -28,8 +29,8 @@ const OPEN_FILES_RANGE: std::ops::RangeInclusive<u32> = 256..=1_000_000;
 pub struct Share {
     /// Unique in the VM.
     pub name: Name,
-    /// The directory; absolute, without `..`.
-    pub path: PathBuf,
+    /// Where the directory is.
+    pub source: Source,
     /// Mount tag in the guest: 1 to [`MAX_TAG`] bytes.
     pub tag: String,
     /// The guest can't write to it.
@@ -50,6 +51,15 @@ pub struct Share {
     pub open_files: u32,
     /// Where the guest's cloud-init mounts it: absolute, without `.` and `..`, not the root.
     pub mount: Option<PathBuf>,
+}
+
+/// Where the directory of a share is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A path of the node; absolute, without `..`.
+    Path(PathBuf),
+    /// A volume of the VM's pod.
+    Pod(PodVolume),
 }
 
 /// How long a guest may cache files.
@@ -79,7 +89,7 @@ impl Share {
     /// Validates `wire`; `field` is its path: `spec.shares[1]`.
     pub fn new(found: &mut Violations, field: &str, wire: &v1::ShareSpec) -> Option<Self> {
         let name = name(found, &format!("{field}.name"), &wire.name);
-        let path = absolute(found, format_args!("{field}.path"), &wire.path);
+        let source = source(found, field, wire);
         let tag = match wire.tag.as_str() {
             "" => wire.name.chars().take(MAX_TAG).collect(),
             tag => tag.to_owned(),
@@ -123,7 +133,7 @@ impl Share {
         }
         Some(Self {
             name: name?,
-            path: path?,
+            source: source?,
             tag,
             read_only: wire.read_only,
             cache,
@@ -135,6 +145,32 @@ impl Share {
             open_files,
             mount,
         })
+    }
+
+    /// The path of the node, if it has one.
+    pub fn path(&self) -> Option<&Path> {
+        match &self.source {
+            Source::Path(path) => Some(path),
+            Source::Pod(_) => None,
+        }
+    }
+
+    /// Notes the VM's pod, which has the volume of the share.
+    pub fn set_pod(&mut self, pod: Option<&PodUid>) {
+        if let Source::Pod(volume) = &mut self.source {
+            volume.pod = pod.cloned();
+        }
+    }
+}
+
+fn source(found: &mut Violations, field: &str, wire: &v1::ShareSpec) -> Option<Source> {
+    match (wire.path.as_str(), wire.pod_volume.as_str()) {
+        (path, "") => absolute(found, format_args!("{field}.path"), path).map(Source::Path),
+        ("", volume) => PodVolume::new(found, &format!("{field}.podVolume"), volume).map(Source::Pod),
+        _ => {
+            found.add(format_args!("{field}.podVolume"), "must be left out with `path`");
+            None
+        }
     }
 }
 
@@ -292,6 +328,21 @@ mod tests {
                 vec!["tag"],
             ),
             (v1::ShareSpec { cache: 9, ..data() }, vec!["cache"]),
+            (
+                v1::ShareSpec {
+                    pod_volume: "data".into(),
+                    ..data()
+                },
+                vec!["podVolume"],
+            ),
+            (
+                v1::ShareSpec {
+                    path: String::new(),
+                    pod_volume: "../data".into(),
+                    ..data()
+                },
+                vec!["podVolume"],
+            ),
             (
                 v1::ShareSpec {
                     max_open_files: 10,

@@ -19,6 +19,7 @@ use super::{
     metadata::Metadata,
     name::Name,
     nic::{self, Mac, NicSwitches, PublishedPort},
+    pod::PodUid,
     policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
     resources::{self, CpuSet, MemoryOptions},
     share::{MAX_SHARES, Share},
@@ -108,6 +109,8 @@ pub struct VmSpec {
     pub state_dir: Option<PathBuf>,
     /// Data for the guest's cloud-init; if set, the last of `disks` is its seed.
     pub cloud_init: Option<CloudInit>,
+    /// The pod that has the VM.
+    pub pod: Option<PodUid>,
 }
 
 impl VmSpec {
@@ -367,7 +370,12 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         sata(&mut found, &disks, spec, boot.as_ref());
         boot_order(&mut found, spec, boot.as_ref());
         let balloon = Balloon::new(&mut found, spec);
-        let shares = list(&mut found, "spec.shares", &spec.shares, MAX_SHARES, Share::new);
+        let mut shares = list(&mut found, "spec.shares", &spec.shares, MAX_SHARES, Share::new);
+        let pod = spec.pod.as_ref();
+        let pod = pod.and_then(|wire| PodUid::of_spec(&mut found, wire));
+        volumes(&mut found, spec);
+        disks.iter_mut().for_each(|disk| disk.set_pod(pod.as_ref()));
+        shares.iter_mut().for_each(|share| share.set_pod(pod.as_ref()));
         if together + shares.len() > MAX_DISKS_AND_NICS && together <= MAX_DISKS_AND_NICS {
             let most = format_args!(
                 "at most {MAX_DISKS_AND_NICS} disks, NICs and shares together, are {}",
@@ -415,6 +423,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 shares,
                 state_dir,
                 cloud_init,
+                pod,
             }),
             _ => Err(found),
         }
@@ -481,11 +490,28 @@ fn mounts(found: &mut Violations, shares: &[Share], spec: &v1::VmSpec) {
     }
 }
 
+/// Checks that only a VM of a pod has volumes of a pod.
+fn volumes(found: &mut Violations, spec: &v1::VmSpec) {
+    if spec.pod.is_some() {
+        return;
+    }
+    let disks = spec.disks.iter().enumerate();
+    let disks = disks.filter(|(_, disk)| !disk.pod_volume().is_empty());
+    let disks = disks.map(|(index, _)| format!("spec.disks[{index}].podVolume"));
+    let shares = spec.shares.iter().enumerate();
+    let shares = shares.filter(|(_, share)| !share.pod_volume.is_empty());
+    let shares = shares.map(|(index, _)| format!("spec.shares[{index}].podVolume"));
+    for field in disks.chain(shares) {
+        found.add(field, "needs spec.pod: only the VM of a pod has volumes of a pod");
+    }
+}
+
 /// Checks the conditions between the disks of a VM.
 fn disks_together(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec) {
     let source = |disk: &Disk| match &disk.source {
         Source::Path { path, .. } => ("path", path.display().to_string()),
         Source::Disk { name, .. } => ("disk", name.to_string()),
+        Source::Pod { volume, .. } => ("podVolume", volume.name.to_string()),
         Source::Seed => ("cloudInit", String::new()),
         Source::Empty => ("medium", disk.name.to_string()),
     };

@@ -11,7 +11,7 @@ mod run;
 mod sandbox;
 mod snapshot;
 
-use std::os::unix::process::ExitStatusExt;
+use std::{io::Write, os::unix::process::ExitStatusExt};
 
 use rstest::rstest;
 use vmm_protocol::vmm::{
@@ -110,6 +110,28 @@ fn ends_of_the_guests_own_making_are_told_apart(
     assert_eq!(client.wait_for_end().kind(), kind);
     assert_eq!(vmm.wait().code(), Some(exit));
     assert_eq!(vmm.exit_record().kind(), kind);
+}
+
+#[test]
+fn closed_lifeline_ends_a_running_machine_with_its_record() {
+    let (mut vmm, mut end) = Vmm::with_lifeline();
+    let mut client = vmm.client();
+    boot(
+        &mut client,
+        &guest::program(&[guest::PRINT_HI, guest::HALT].concat()),
+    );
+    vmm.wait_for_serial("hi");
+    // Bytes in the pipe mean nothing.
+    end.write_all(b"x").unwrap();
+    assert!(matches!(
+        client.ask(Op::GetStatus(GetStatus {})),
+        Answer::Status(_)
+    ));
+    drop(end);
+    assert_eq!(vmm.wait().code(), Some(1));
+    let record = vmm.exit_record();
+    assert_eq!(record.kind(), ExitKind::LifelineClosed);
+    assert!(record.message.contains("launcher"), "{}", record.message);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs::{self, File, OpenOptions},
-    io::{Read, Write},
+    io::{PipeWriter, Read, Write},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::{fs::FileExt, net::UnixStream, process::CommandExt},
@@ -34,7 +34,7 @@ pub const UID: u32 = 54321;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The descriptors' numbers in the process.
-const FDS: [&str; 4] = ["10", "11", "12", "13"];
+const FDS: [&str; 5] = ["10", "11", "12", "13", "14"];
 
 /// A running process.
 pub struct Vmm {
@@ -52,6 +52,14 @@ impl Vmm {
         )
     }
 
+    /// One that ends when the returned end of its lifeline is closed.
+    pub fn with_lifeline() -> (Self, PipeWriter) {
+        let (lifeline, end) = std::io::pipe().unwrap();
+        let user = [&format!("--reuid={UID}"), "--bounding-set=-all"];
+        let vmm = Self::spawn_with(&user, &[], &[], Stdio::inherit(), Some(lifeline.as_fd()));
+        (vmm, end)
+    }
+
     /// Starts a process that does a forbidden operation, "KIND:DEED", with these options of
     /// `vmm serve`; its standard error is captured.
     pub fn attempting(deed: &str, more: &[&str]) -> Self {
@@ -64,6 +72,16 @@ impl Vmm {
     }
 
     fn spawn(options: &[&str], more: &[&str], environment: &[(&str, &str)], stderr: Stdio) -> Self {
+        Self::spawn_with(options, more, environment, stderr, None)
+    }
+
+    fn spawn_with(
+        options: &[&str],
+        more: &[&str],
+        environment: &[(&str, &str)],
+        stderr: Stdio,
+        lifeline: Option<BorrowedFd<'_>>,
+    ) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let open = |name: &str| {
             let mut options = OpenOptions::new();
@@ -73,12 +91,17 @@ impl Vmm {
         let (exit, lock, serial) = (open("exit"), open("lock"), open("serial"));
         flock(&lock, FlockOperation::NonBlockingLockExclusive).unwrap();
         let sockets = ["control", "console"].map(|name| bound(&dir.path().join(name)));
-        let inherited = [sockets[0].as_fd(), sockets[1].as_fd(), exit.as_fd(), lock.as_fd()];
+        let mut inherited = vec![sockets[0].as_fd(), sockets[1].as_fd(), exit.as_fd(), lock.as_fd()];
+        inherited.extend(lifeline);
         let mut command = setpriv(options);
-        for (option, number) in ["--control-fd", "--console-fd", "--exit-fd", "--lock-fd"]
-            .iter()
-            .zip(FDS)
-        {
+        let names = [
+            "--control-fd",
+            "--console-fd",
+            "--exit-fd",
+            "--lock-fd",
+            "--lifeline-fd",
+        ];
+        for (option, number) in names.iter().zip(FDS).take(inherited.len()) {
             command.args([option, number]);
         }
         inherit(&mut command, &inherited);

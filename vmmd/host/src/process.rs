@@ -2,8 +2,11 @@
 
 use std::{fs::File, io, os::fd::OwnedFd, path::Path, time::Duration};
 
-use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_open, pidfd_send_signal, waitid,
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{
+        Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_open, pidfd_send_signal, waitid,
+    },
 };
 use tokio::{io::unix::AsyncFd, time::sleep};
 
@@ -47,6 +50,13 @@ impl Process {
             tracing::error!(%error, pid = self.pid, "wait for a process");
             sleep(RETRY).await;
         }
+    }
+
+    /// Whether it has ended.
+    pub fn has_ended(&self) -> bool {
+        let mut fds = [PollFd::new(self.pidfd.get_ref(), PollFlags::IN)];
+        // pidfd_open(2): readable when the process has ended.
+        poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
     }
 
     /// Its process id.

@@ -22,7 +22,7 @@ const SOURCES: [&str; 7] = [
 ];
 
 /// Each table of the file: its key, its heading, and the type that has its keys.
-const TABLES: [(&str, &str, &str); 15] = [
+const TABLES: [(&str, &str, &str); 16] = [
     ("", "Keys outside of tables", "Config"),
     ("tcp", "`[tcp]`", "Tcp"),
     ("limits", "`[limits]`", "Limits"),
@@ -38,6 +38,7 @@ const TABLES: [(&str, &str, &str); 15] = [
     ("roots", "`[roots]`", "Roots"),
     ("snapshots", "`[snapshots]`", "SnapshotLimits"),
     ("images", "`[images]`", "ImportRules"),
+    ("pods", "`[pods]`", "Pods"),
 ];
 
 const INTRODUCTION: &str = "# Configuration reference

@@ -42,7 +42,8 @@ pub(super) fn check(
     Ok((key, found))
 }
 
-/// The same of a disk; nothing when it is one of the DiskService. Raw content that is new to the VM and has another format's signature
+/// The same of a disk; nothing when it is one of the DiskService, or on a volume of a pod: each run of a pod is another VM, whose
+/// guest may have written to the disk before. Raw content that is new to the VM and has another format's signature
 /// is refused: of a file that the VM was started with before, the guest may have made it such.
 pub(super) fn check_disk(
     known: &Known,
@@ -70,7 +71,7 @@ pub fn any_of(known: &Known) -> Known {
 pub fn any_of_disks(spec: &VmSpec) -> Known {
     let paths = spec.disks.iter().filter_map(|disk| match &disk.source {
         Source::Path { path, .. } => Some((key(path), FileRecord::default())),
-        Source::Disk { .. } | Source::Seed | Source::Empty => None,
+        Source::Disk { .. } | Source::Pod { .. } | Source::Seed | Source::Empty => None,
     });
     paths.collect()
 }

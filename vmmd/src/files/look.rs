@@ -80,7 +80,7 @@ pub fn look_beside(
         if present.is_some_and(|present| present.shares.contains(share)) {
             continue;
         }
-        if let Err(failure) = super::share::open(share, &sources.roots.shares) {
+        if let Err(failure) = super::share::open(share, sources) {
             note(&format!("spec.shares[{index}]"), failure);
         }
     }
@@ -145,12 +145,12 @@ fn named_by_path(spec: &VmSpec) -> Vec<(String, &Path, Named)> {
             let path = beneath.as_ref().unwrap_or(path);
             Some((format!("spec.disks[{index}].path"), path.as_path(), Named::Disk))
         }
-        Source::Disk { .. } | Source::Seed | Source::Empty => None,
+        Source::Disk { .. } | Source::Pod { .. } | Source::Seed | Source::Empty => None,
     });
     let shares = spec.shares.iter().enumerate();
-    let shares = shares.map(|(index, share)| {
+    let shares = shares.filter_map(|(index, share)| {
         let field = format!("spec.shares[{index}].path");
-        (field, share.path.as_path(), Named::Share)
+        Some((field, share.path()?, Named::Share))
     });
     let state_dir = spec.state_dir.iter();
     let state_dir = state_dir.map(|path| ("spec.stateDir".to_owned(), path.as_path(), Named::Share));

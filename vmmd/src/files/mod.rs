@@ -6,6 +6,7 @@ pub mod firmware;
 mod in_use;
 mod known;
 mod look;
+mod pod;
 pub mod share;
 pub mod signature;
 pub mod state_dir;
@@ -43,7 +44,10 @@ use vmmd_host::{
     text,
 };
 
-use crate::{paths::disk::Folder, registry::disks::Disks};
+use crate::{
+    paths::disk::Folder,
+    registry::{disks::Disks, pods::Pods},
+};
 
 /// Descriptors with a machine beside those of disks, NICs and the initrd: /dev/kvm, kernel, random source, two logs.
 const OTHER_FDS: usize = 5;
@@ -92,6 +96,8 @@ pub struct Sources<'a> {
     pub ledger: &'a Ledger,
     /// Disks of the DiskService.
     pub disks: &'a Disks,
+    /// Pods, for their volumes.
+    pub pods: &'a Pods,
     /// Where their files are.
     pub folder: Folder,
     /// Where all other files may be.
@@ -211,6 +217,11 @@ pub fn identify(disks: &[Disk], sources: &Sources<'_>) -> BTreeMap<String, Vec<F
                 let stat = found.and_then(|fd| rustix::fs::fstat(fd).ok());
                 stat.iter().map(identity).collect()
             }
+            Source::Pod { volume, .. } => {
+                let opened = pod::open_volume("", volume, sources).ok();
+                let found = opened.and_then(|opened| opened.stat());
+                found.iter().map(identity).collect()
+            }
             _ => paths(disk, sources)
                 .iter()
                 .filter_map(|path| identity_at(path))
@@ -226,7 +237,10 @@ pub fn named(spec: &VmSpec, sources: &Sources<'_>) -> Vec<PathBuf> {
     let (kernel, initrd) = spec.boot.files();
     let boot = kernel.into_iter().chain(initrd).map(Path::to_owned);
     let disks = spec.disks.iter().flat_map(|disk| paths(disk, sources));
-    let shares = spec.shares.iter().map(|share| share.path.clone());
+    let shares = spec
+        .shares
+        .iter()
+        .filter_map(|share| share.path().map(Path::to_owned));
     boot.chain(disks)
         .chain(shares)
         .chain(spec.state_dir.clone())
@@ -236,7 +250,8 @@ pub fn named(spec: &VmSpec, sources: &Sources<'_>) -> Vec<PathBuf> {
 /// Path of a disk, followed by the paths of its backing files.
 pub fn paths(disk: &Disk, sources: &Sources<'_>) -> Vec<PathBuf> {
     match &disk.source {
-        Source::Seed | Source::Empty => Vec::new(),
+        // The mounts of a pod are not those of the node.
+        Source::Seed | Source::Empty | Source::Pod { .. } => Vec::new(),
         Source::Path { path, .. } => vec![path.clone()],
         Source::Disk { name, .. } => {
             let resolved = sources.disks.resolve(&sources.folder, name.as_str()).ok();
@@ -267,10 +282,24 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
         Source::Disk { .. } if locks == Locks::Elsewhere => Locks::Take,
         _ => locks,
     };
+    let volume = match &disk.source {
+        Source::Pod { volume, .. } => {
+            let field = format!("{field}.podVolume: disk \"{}\"", disk.name);
+            Some(pod::open_volume(&field, volume, sources)?)
+        }
+        _ => None,
+    };
     let (label, path, within, format, below) = match &disk.source {
         // Made when the VM starts, and opened nowhere else.
         Source::Seed => return Err(Failure::internal("the seed of cloud-init can't be opened")),
         Source::Empty => return empty().map_err(|error| no_medium(field, &error)),
+        Source::Pod { format, .. } => {
+            let Some(volume) = &volume else {
+                return Err(Failure::internal("the volume is not open"));
+            };
+            let (path, within) = volume.path();
+            (volume.label.clone(), path.to_owned(), within, *format, Vec::new())
+        }
         Source::Path {
             path,
             format,
@@ -305,6 +334,9 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
         (false, Locks::None) => Use::Look,
     };
     let image = open_image_file(&label, &path, within, disk.cache, how).map_err(|failure| {
+        if let Some(volume) = volume.as_ref().filter(|_| failure.reason == PATH_NOT_ALLOWED) {
+            return volume.not_allowed();
+        }
         // A block device that another VM has.
         let id = Some(failure.reason).filter(|reason| *reason == "DISK_IN_USE");
         let vm = id.and_then(|_| sources.ledger.user_of(identity_at(&path)?));

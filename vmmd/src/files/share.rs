@@ -1,6 +1,6 @@
 //! Opens the directory of a share.
 
-use std::{os::fd::OwnedFd, path::PathBuf};
+use std::os::fd::OwnedFd;
 
 use rustix::fs::{OFlags, fstat};
 use vmmd_host::{
@@ -8,9 +8,9 @@ use vmmd_host::{
     roots::{self, Refused, Within},
     text,
 };
-use vmmd_spec::share::{IdRange, Share};
+use vmmd_spec::share::{IdRange, Share, Source};
 
-use super::PATH_NOT_ALLOWED;
+use super::{PATH_NOT_ALLOWED, Sources, pod};
 
 /// Open directory of a share. A later replacement of the path has no effect.
 #[derive(Debug)]
@@ -31,13 +31,21 @@ pub struct Opened {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Inode(pub u64, pub u64);
 
-/// Opens the directory of a share below one of the folders `allowed`. Refused as PATH_NOT_ALLOWED, SHARE_NOT_USABLE or
-/// SHARE_OWNED_BY_ROOT. Blocking.
-pub fn open(share: &Share, allowed: &[PathBuf]) -> Result<Opened, Failure> {
-    let within = Within::NoLinks(allowed);
+/// Opens the directory of a share: below one of the folders that the node's configuration allows, or a volume of the VM's pod. Refused
+/// as PATH_NOT_ALLOWED, SHARE_NOT_USABLE, SHARE_OWNED_BY_ROOT, POD_NOT_CONNECTED or POD_VOLUME_NOT_FOUND. Blocking.
+pub fn open(share: &Share, sources: &Sources<'_>) -> Result<Opened, Failure> {
+    let (pod, path, within) = match &share.source {
+        Source::Path(path) => (None, path.clone(), Within::NoLinks(&sources.roots.shares)),
+        Source::Pod(volume) => {
+            let (pod, path) = pod::share_folder(volume, sources)?;
+            (Some(pod), path, Within::Own)
+        }
+    };
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory =
-        roots::open(&share.path, within, flags).map_err(|refused| not_opened(share, &refused, within))?;
+        roots::open(&path, within, flags).map_err(|refused| not_opened(share, &refused, within))?;
+    // The path has led to its descriptor.
+    drop(pod);
     let stat = fstat(&directory).map_err(|errno| not_opened(share, &Refused::Errno(errno), within))?;
     let inode = Inode(stat.st_dev, stat.st_ino);
     if !share.uids.is_empty() {
@@ -94,9 +102,17 @@ mod tests {
     use std::{fs, os::unix::fs::symlink, path::Path};
 
     use vmmd_api::v1;
+    use vmmd_host::{
+        ledger::{Ledger, UidRange},
+        roots::Roots,
+    };
     use vmmd_spec::Violations;
 
     use super::*;
+    use crate::{
+        paths::disk::Folder,
+        registry::{disks::Disks, pods::Pods},
+    };
 
     fn share(path: &Path, map: &[v1::IdRange]) -> Share {
         let wire = v1::ShareSpec {
@@ -116,9 +132,23 @@ mod tests {
     }];
 
     fn reason(path: &Path, allowed: &Path) -> Option<&'static str> {
-        open(&share(path, &MAP), &[allowed.to_owned()])
-            .err()
-            .map(|failure| failure.reason)
+        let found = open_below(&share(path, &MAP), allowed);
+        found.err().map(|failure| failure.reason)
+    }
+
+    fn open_below(share: &Share, allowed: &Path) -> Result<Opened, Failure> {
+        let roots = Roots {
+            shares: vec![allowed.to_owned()],
+            ..Roots::default()
+        };
+        let sources = Sources {
+            ledger: &Ledger::new(UidRange::default()),
+            disks: &Disks::default(),
+            pods: &Pods::default(),
+            folder: Folder::of(allowed),
+            roots: &roots,
+        };
+        open(share, &sources)
     }
 
     #[test]
@@ -153,23 +183,29 @@ mod tests {
     #[test]
     fn without_maps_the_guest_is_the_owner_and_never_root() {
         let folder = tempfile::tempdir().unwrap();
-        let allowed = [folder.path().to_owned()];
+        let allowed = folder.path();
         let plain = share(folder.path(), &[]);
         let own = rustix::process::getuid();
         if !own.is_root() {
-            let opened = open(&plain, &allowed).unwrap();
+            let opened = open_below(&plain, allowed).unwrap();
             assert_eq!((opened.uids[0].node, opened.squash), (own.as_raw(), true));
             return;
         }
-        assert_eq!(open(&plain, &allowed).unwrap_err().reason, "SHARE_OWNED_BY_ROOT");
+        assert_eq!(
+            open_below(&plain, allowed).unwrap_err().reason,
+            "SHARE_OWNED_BY_ROOT"
+        );
         std::os::unix::fs::chown(folder.path(), Some(1234), Some(0)).unwrap();
-        assert_eq!(open(&plain, &allowed).unwrap_err().reason, "SHARE_OWNED_BY_ROOT");
+        assert_eq!(
+            open_below(&plain, allowed).unwrap_err().reason,
+            "SHARE_OWNED_BY_ROOT"
+        );
         std::os::unix::fs::chown(folder.path(), Some(1234), Some(1235)).unwrap();
-        let opened = open(&plain, &allowed).unwrap();
+        let opened = open_below(&plain, allowed).unwrap();
         let ids = |ranges: &[IdRange]| (ranges[0].guest, ranges[0].node, ranges[0].count);
         assert_eq!(ids(&opened.uids), (0, 1234, 1));
         assert_eq!(ids(&opened.gids), (0, 1235, 1));
-        let mapped = open(&share(folder.path(), &MAP), &allowed).unwrap();
+        let mapped = open_below(&share(folder.path(), &MAP), allowed).unwrap();
         assert_eq!((ids(&mapped.uids), mapped.squash), ((0, 100_000, 65_536), false));
     }
 }

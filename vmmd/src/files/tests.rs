@@ -19,6 +19,7 @@ struct Case {
     spec: VmSpec,
     ledger: std::sync::Arc<Ledger>,
     disks: Disks,
+    pods: Pods,
     roots: Roots,
 }
 
@@ -56,12 +57,14 @@ fn case() -> Case {
         state_dir: None,
         shares: Vec::new(),
         cloud_init: None,
+        pod: None,
     };
     Case {
         folder,
         spec,
         ledger: Ledger::new(UidRange::default()),
         disks: Disks::default(),
+        pods: Pods::default(),
         roots: Roots::default(),
     }
 }
@@ -104,6 +107,7 @@ impl Case {
         Sources {
             ledger: &self.ledger,
             disks: &self.disks,
+            pods: &self.pods,
             folder: Folder::of(self.folder.path()),
             roots: &self.roots,
         }

@@ -7,13 +7,12 @@ use std::{
     sync::Arc,
 };
 
-use rustix::fs::inotify;
-use tokio::{io::unix::AsyncFd, sync::mpsc, task::spawn_blocking};
+use tokio::{sync::mpsc, task::spawn_blocking};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 use uuid::Uuid;
 use vmmd_api::v1::{GetVmLogsRequest, GetVmLogsResponse, VmLog};
-use vmmd_host::{failure::Failure, sys, text};
+use vmmd_host::{failure::Failure, folder_watch::FolderWatch, text};
 
 use crate::{host::Host, paths::LogDir};
 
@@ -55,14 +54,15 @@ pub async fn open(host: &Arc<Host>, uid: Uuid, request: &GetVmLogsRequest) -> Re
         // Watched before it is read: nothing that is written meanwhile is missed.
         let watch = last
             .filter(|_| follow)
-            .map(|path| Watch::new(&path).map(|watch| (watch, path)));
+            // The folder: the file may not exist yet, and is another in the next run.
+            .map(|path| FolderWatch::new(path.parent().unwrap_or(&path)).map(|watch| (watch, path)));
         let sent = tokio::select! {
             sent = send(paths, tail, &sender) => sent,
             () = sender.closed() => return,
         };
         let result = match (sent, watch.transpose()) {
             (Ok(position), Ok(Some((watch, path)))) => tokio::select! {
-                result = watch.follow(path, position, &sender) => result,
+                result = send_additions(watch, path, position, &sender) => result,
                 () = sender.closed() => return,
                 () = stopping.cancelled() => {
                     let _ = sender.send(Err(Failure::stopping().into())).await;
@@ -140,39 +140,15 @@ async fn send_from(path: PathBuf, from: u64, sender: &Sender) -> io::Result<u64>
     }
 }
 
-/// Notifies of writes to a file.
-struct Watch(AsyncFd<std::os::fd::OwnedFd>);
-
-impl Watch {
-    fn new(path: &Path) -> io::Result<Self> {
-        let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
-        let fd = inotify::init(flags)?;
-        // The folder: the file may not exist yet, and is another in the next run.
-        let folder = path.parent().unwrap_or(path);
-        let events =
-            inotify::WatchFlags::MODIFY | inotify::WatchFlags::CREATE | inotify::WatchFlags::MOVED_TO;
-        match inotify::add_watch(&fd, folder, events) {
-            // A VM that never ran has no folder; it has no run to follow either.
-            Err(rustix::io::Errno::NOENT) | Ok(_) => {}
-            Err(error) => return Err(error.into()),
-        }
-        Ok(Self(sys::watch(fd)?))
-    }
-
-    /// Sends additions until the caller disconnects.
-    async fn follow(self, path: PathBuf, mut position: u64, sender: &Sender) -> io::Result<()> {
-        loop {
-            let mut ready = self.0.readable().await?;
-            let mut buffer = [0; 4096];
-            match rustix::io::read(self.0.get_ref(), &mut buffer) {
-                Ok(_) => {}
-                Err(rustix::io::Errno::AGAIN) => {
-                    ready.clear_ready();
-                    continue;
-                }
-                Err(error) => return Err(error.into()),
-            }
-            position = send_from(path.clone(), position, sender).await?;
-        }
+/// Sends additions until the caller disconnects.
+async fn send_additions(
+    watch: FolderWatch,
+    path: PathBuf,
+    mut position: u64,
+    sender: &Sender,
+) -> io::Result<()> {
+    loop {
+        watch.changed().await?;
+        position = send_from(path.clone(), position, sender).await?;
     }
 }

@@ -20,6 +20,7 @@ mod node;
 mod objects;
 mod operation;
 mod period;
+mod pod;
 mod port_forward;
 mod relay;
 mod server;

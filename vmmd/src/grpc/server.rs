@@ -16,7 +16,8 @@ use vmmd_api::v1::{
     image_service_server::ImageServiceServer, migration_service_server::MigrationServiceServer,
     network_service_server::NetworkServiceServer, node_service_server::NodeServiceServer,
     operation_service_server::OperationServiceServer, peer_service_server::PeerServiceServer,
-    snapshot_service_server::SnapshotServiceServer, vm_service_server::VmServiceServer,
+    pod_service_server::PodServiceServer, snapshot_service_server::SnapshotServiceServer,
+    vm_service_server::VmServiceServer,
 };
 
 use super::{
@@ -29,6 +30,7 @@ use super::{
     network::Networks,
     node::Nodes,
     operation::Operations,
+    pod::Pods,
     snapshot::Snapshots,
     socket::{Socket, accept},
     vm::Vms,
@@ -94,6 +96,7 @@ fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
             MigrationServiceServer::new(Migrations::new(host())).max_decoding_message_size(MAX_OFFER),
         )
         .add_service(PeerServiceServer::new(Migrations::new(host())).max_decoding_message_size(MAX_OFFER))
+        .add_service(PodServiceServer::new(Pods::new(host())).max_decoding_message_size(MAX_OFFER))
         .add_service(NodeServiceServer::new(Nodes::new(host())).max_decoding_message_size(MAX_OFFER)))
 }
 

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeSet,
     fs, io,
-    os::unix::fs::{FileTypeExt, PermissionsExt, chown},
+    os::unix::fs::{PermissionsExt, chown},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -15,7 +15,7 @@ use tokio::{
     sync::mpsc,
     time::sleep,
 };
-use vmmd_host::sys;
+use vmmd_host::{socket, sys};
 use vmmd_objects::context::Initiator;
 
 use super::{authority::LocalStream, connection::Connection};
@@ -159,32 +159,11 @@ impl Groups {
 }
 
 impl Socket {
-    /// Binds `path`, for root and the groups of the configuration. A file that an earlier daemon has left is replaced; the caller
-    /// holds the daemon's lock, so there is no other daemon with this path.
+    /// Binds `path`, for root and the groups of the configuration: see [`socket::bind`].
     pub fn bind(path: &Path, config: &Config) -> io::Result<Self> {
-        if let Ok(metadata) = fs::symlink_metadata(path) {
-            if !metadata.file_type().is_socket() {
-                let message = format!("{} exists and is no socket", path.display());
-                return Err(io::Error::new(io::ErrorKind::AlreadyExists, message));
-            }
-            if std::os::unix::net::UnixStream::connect(path).is_ok() {
-                let message = format!("another program listens on {}", path.display());
-                return Err(io::Error::new(io::ErrorKind::AddrInUse, message));
-            }
-        }
-        // Under another name until the rights are right.
-        let mut new = path.as_os_str().to_owned();
-        new.push(".new");
-        match fs::remove_file(&new) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-        let listener = UnixListener::bind(&new)?;
         let groups = Groups::find(config)?;
-        groups.permit(Path::new(&new))?;
-        fs::rename(&new, path)?;
         Ok(Self {
-            listener,
+            listener: socket::bind(path, |path| groups.permit(path))?,
             path: path.to_owned(),
             groups,
         })

@@ -8,6 +8,7 @@ pub mod clients;
 pub mod consoles;
 pub mod disks;
 pub mod node;
+pub mod pods;
 pub mod screens;
 pub mod snapshots;
 pub mod state_dirs;

@@ -28,6 +28,7 @@ use crate::{
         state_dir::{self, StateDir},
     },
     host::Host,
+    registry::pods,
 };
 
 /// Problems of the existing directories of a spec, except directories that `had` names too. A
@@ -43,19 +44,26 @@ pub async fn check(host: &Arc<Host>, spec: &VmSpec, had: Option<&VmSpec>) -> Res
         return Ok(Vec::new());
     }
     let taken = fresh_dir.as_ref().and_then(|path| taken(host, path));
-    let of_shares = fresh.iter().map(|(_, share)| share.path.clone());
+    let of_shares = fresh
+        .iter()
+        .filter_map(|(_, share)| share.path().map(Path::to_owned));
     let paths: Vec<_> = of_shares.chain(fresh_dir.clone()).collect();
     let of = Arc::clone(host);
     let looking = host.pools.files.run(&paths, move || {
         let allowed = &of.config.roots.shares;
         let shares = fresh.into_iter().filter_map(|(index, share)| {
-            let failure = open(&share, allowed).err()?;
+            let failure = open(&share, &of.sources()).err()?;
             Some((failure, format!("spec.shares[{index}]")))
         });
         let dir = fresh_dir.and_then(|path| StateDir::open(&path, allowed).err());
         let dir = dir.map(|failure| (failure, "spec.stateDir".to_owned()));
-        let there =
-            |(failure, _): &(Failure, String)| ![NOT_USABLE, state_dir::NOT_USABLE].contains(&failure.reason);
+        let later = [
+            NOT_USABLE,
+            state_dir::NOT_USABLE,
+            pods::NOT_CONNECTED,
+            pods::NO_VOLUME,
+        ];
+        let there = |(failure, _): &(Failure, String)| !later.contains(&failure.reason);
         let wrong = shares.chain(dir).filter(there);
         wrong
             .map(|(failure, field)| Problem::of(failure, field))

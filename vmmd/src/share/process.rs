@@ -93,7 +93,10 @@ pub async fn serve(
     if shares.is_empty() {
         return Ok(Vec::new());
     }
-    let paths: Vec<_> = shares.iter().map(|share| share.path.clone()).collect();
+    let paths: Vec<_> = shares
+        .iter()
+        .filter_map(|share| share.path().map(Path::to_owned))
+        .collect();
     let runtime = RuntimeDir::of(&host.config, uid);
     let notes: Vec<_> = shares
         .iter()
@@ -124,7 +127,7 @@ fn begin(host: &Host, uid: Uuid, share: &Share, begun_with: Option<Inode>) -> Re
     let group: Option<OwnedFd> = group
         .transpose()
         .map_err(|error| Failure::internal(format!("open the VM's cgroup: {error}")))?;
-    let opened = open(share, &host.config.roots.shares)?;
+    let opened = open(share, &host.sources())?;
     if begun_with.is_some_and(|inode| inode != opened.inode) {
         let message = format!(
             "share \"{}\": another directory has its path than at the VM's start: put it back, or restart the VM",

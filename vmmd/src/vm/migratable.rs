@@ -23,11 +23,17 @@ pub fn refuse_what_stays(spec: &VmSpec) -> Result<(), Failure> {
         let message = format!("the guest can write to disk \"{}\", {why}", disk.name);
         Err(Failure::precondition("MIGRATION_DISKS", message))
     };
+    if spec.pod.is_some() {
+        let message =
+            "spec.pod: the VM ends with its pod, which stays on this node: VMs of pods can't be migrated";
+        return Err(Failure::precondition("MIGRATION_POD", message));
+    }
     for disk in spec.disks.iter().filter(|disk| !disk.read_only) {
         match &disk.source {
             Source::Path {
                 format: Format::Raw, ..
             }
+            | Source::Pod { .. }
             | Source::Seed
             | Source::Empty
             | Source::Disk { .. } => {}

@@ -265,6 +265,8 @@ pub struct InstanceRecord {
     pub shared_memory: bool,
     /// The file systems of the guest may be frozen. Noted before the request to freeze them, and removed after they are thawed.
     pub may_be_frozen: bool,
+    /// Directory of the run's cgroup, below that of the launcher of the VM's pod; empty where the daemon chooses the cgroup.
+    pub cgroup: String,
 }
 
 impl VmRecord {

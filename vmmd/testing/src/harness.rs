@@ -397,6 +397,11 @@ impl Daemon {
         ours.filter_map(Pid::from_raw).collect()
     }
 
+    /// Where the cgroup v2 hierarchy is mounted.
+    pub fn cgroup_mount(&self) -> PathBuf {
+        cgroup_mount().expect("a cgroup v2 hierarchy")
+    }
+
     /// Those of VMs: they are named by UUIDs.
     pub fn cgroups(&self) -> Vec<PathBuf> {
         let mut groups = self.all_cgroups();

@@ -45,6 +45,8 @@ use std::{
 };
 
 use guest::Guest;
+use rustix::event::{PollFd, PollFlags, poll};
+use vmm_protocol::vmm::ExitKind;
 
 fn main() {
     if env::args().next().as_deref() == Some("virtiofsd") {
@@ -70,6 +72,14 @@ fn main() {
         loop {
             thread::park();
         }
+    }
+    if env::args().any(|argument| argument == "--lifeline-fd") {
+        let (lifeline, of_lifeline) = (fd("--lifeline-fd"), Arc::clone(&guest));
+        thread::spawn(move || {
+            let mut fds = [PollFd::new(&lifeline, PollFlags::empty())];
+            poll(&mut fds, None).unwrap();
+            of_lifeline.end(ExitKind::LifelineClosed, "the launcher of the VM's pod has ended");
+        });
     }
     let of_console = Arc::clone(&guest);
     thread::spawn(move || console::listen(&of_console, &console));

@@ -108,6 +108,10 @@ pub struct Serve {
     /// lives
     #[arg(long, value_name = "FD")]
     pub lock_fd: RawFd,
+    /// Read end of a pipe: the process ends at once, with an exit record, when all write ends are
+    /// closed
+    #[arg(long, value_name = "FD")]
+    pub lifeline_fd: Option<RawFd>,
     /// Action on a system call outside the thread's list
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub seccomp: Seccomp,

@@ -14,6 +14,8 @@ pub fn of(kind: ExitKind) -> i32 {
     match kind {
         ExitKind::PowerOff | ExitKind::Stopped => OK,
         ExitKind::GuestPanic | ExitKind::GuestCrash => GUEST_FAILED,
-        ExitKind::Unspecified | ExitKind::VmmError | ExitKind::StartFailed => ERROR,
+        ExitKind::Unspecified | ExitKind::VmmError | ExitKind::StartFailed | ExitKind::LifelineClosed => {
+            ERROR
+        }
     }
 }

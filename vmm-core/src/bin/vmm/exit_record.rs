@@ -82,17 +82,27 @@ fn is_vital(thread: Option<&str>) -> bool {
 /// Writes an error of this process, unless a record exists, and ends the process. For a thread that
 /// cannot continue and that no other thread joins.
 pub fn fail(message: &str) -> ! {
+    end(ExitKind::VmmError, message);
+}
+
+/// Writes this end of the run, unless a record exists, and ends the process.
+pub fn end(kind: ExitKind, message: &str) -> ! {
     let mut text = Text::default();
     text.push(message);
-    write_failure(&text);
-    std::process::exit(crate::exit_code::ERROR);
+    write_end(kind, &text);
+    std::process::exit(crate::exit_code::of(kind));
 }
 
 /// Writes an error of this process to the record, unless a record exists, and to standard error.
 /// Calls only async-signal-safe functions.
 pub fn write_failure(message: &Text) {
+    write_end(ExitKind::VmmError, message);
+}
+
+/// The same with the kind of the end.
+fn write_end(kind: ExitKind, message: &Text) {
     if let Some(file) = FILE.get() {
-        file.write(ExitKind::VmmError, message.as_str(), now_unix_ms());
+        file.write(kind, message.as_str(), now_unix_ms());
     }
     let mut line = Text::default();
     line.push("vmm: ");

@@ -26,7 +26,10 @@ pub fn serve(args: &Serve) -> Result<i32> {
     let console = inherited("--console-fd", args.console_fd)?;
     let exit = inherited("--exit-fd", args.exit_fd)?;
     let lock = inherited("--lock-fd", args.lock_fd)?;
-    let keep: Vec<RawFd> = [&control, &console, &exit, &lock].map(AsRawFd::as_raw_fd).into();
+    let lifeline = args.lifeline_fd.map(|fd| inherited("--lifeline-fd", fd));
+    let lifeline = lifeline.transpose()?;
+    let keep = [&control, &console, &exit, &lock].into_iter().chain(&lifeline);
+    let keep: Vec<RawFd> = keep.map(AsRawFd::as_raw_fd).collect();
     sandbox::check_inherited(&keep)?;
     exit_record::set_file(File::from(exit));
     // From now on clients can connect; they are served once there is a machine.
@@ -36,6 +39,9 @@ pub fn serve(args: &Serve) -> Result<i32> {
     let signals = sys::termination_signals().context("taking termination signals")?;
     let (mut server, outbox) =
         Server::new(control, signals, inputs.clone()).context("listening on the control socket")?;
+    if let Some(lifeline) = lifeline {
+        server.set_lifeline(lifeline);
+    }
     server.set_sandbox(sandbox::close_in(args.seccomp)?);
     let thread = thread::spawn(ThreadKind::Control, "control", move || server.run())
         .context("starting the control thread")?;

@@ -24,6 +24,8 @@
 //!
 //! # Content
 //!
+//! A VM of a pod has its cgroup elsewhere, below that of the launcher ([`Parent::place`]): limits and accounting are the pod's.
+//!
 //! [`plan`] computes the settings of a VM's cgroup from its spec and from the [`facts`] of the
 //! node. [`Group::apply`] writes them. On a node without a controller its limits are absent, unless
 //! the spec requires that controller.
@@ -32,10 +34,12 @@ pub mod facts;
 pub mod plan;
 
 use std::{
+    collections::HashMap,
     fs,
     io::{self, Write as _},
     os::fd::OwnedFd,
     path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -63,6 +67,10 @@ const RETRY: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug)]
 pub struct Parent {
     dir: PathBuf,
+    /// Where the cgroup v2 hierarchy is mounted.
+    mount: PathBuf,
+    /// Cgroups of VMs that are not below `dir`.
+    placed: Arc<Mutex<HashMap<Uuid, PathBuf>>>,
 }
 
 impl Parent {
@@ -82,9 +90,39 @@ impl Parent {
                 format!("{} is not in a cgroup v2 file system", dir.display()),
             ));
         }
-        let parent = Self { dir };
+        let mounts = fs::read_to_string("/proc/self/mountinfo")?;
+        let parent = Self::new(dir, mount_point(&mounts).unwrap_or_default());
         parent.hand_down();
         Ok(Some(parent))
+    }
+
+    fn new(dir: PathBuf, mount: PathBuf) -> Self {
+        Self {
+            dir,
+            mount,
+            placed: Arc::default(),
+        }
+    }
+
+    /// The directory of the cgroup with this path in the hierarchy, as /proc/PID/cgroup has it.
+    pub fn at(&self, path: &Path) -> PathBuf {
+        self.mount.join(path.strip_prefix("/").unwrap_or(path))
+    }
+
+    /// From now on the cgroup of `vm` is the directory `dir`; with `None` one below the parent. The counters of a cgroup that was
+    /// placed are those of the directory above, whose limits it has.
+    pub fn place(&self, vm: Uuid, dir: Option<PathBuf>) {
+        let mut placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
+        match dir {
+            Some(dir) => drop(placed.insert(vm, dir)),
+            None => drop(placed.remove(&vm)),
+        }
+    }
+
+    /// Where the cgroup of `vm` is, if it was placed.
+    pub fn placed(&self, vm: Uuid) -> Option<PathBuf> {
+        let placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
+        placed.get(&vm).cloned()
     }
 
     /// Lets the cgroups of VMs have the controllers that there are, from the top of the hierarchy down. A cgroup on the way
@@ -123,7 +161,9 @@ impl Parent {
     /// Makes the cgroup of a VM, empty, with counters from 0: one of an earlier run would say how that ended.
     pub fn create(&self, vm: Uuid) -> io::Result<Group> {
         let group = self.group(vm);
-        self.ready()?;
+        if self.placed(vm).is_none() {
+            self.ready()?;
+        }
         group.clear()?;
         fs::create_dir(&group.dir)?;
         Ok(group)
@@ -132,9 +172,7 @@ impl Parent {
     /// The cgroup `name` of processes that work for the daemon, with these limits. Made when there is none. Without a controller the node
     /// does without its limit.
     pub fn for_helpers(&self, name: &str, limits: plan::Limits) -> io::Result<OwnedFd> {
-        let group = Group {
-            dir: self.dir.join(name),
-        };
+        let group = Group::new(self.dir.join(name));
         match fs::create_dir(&group.dir) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 fs::create_dir_all(self.ready()?.join(name))?;
@@ -152,8 +190,12 @@ impl Parent {
 
     /// The cgroup of a VM, whether or not it exists.
     pub fn group(&self, vm: Uuid) -> Group {
-        Group {
-            dir: self.dir.join(vm.to_string()),
+        match self.placed(vm) {
+            Some(dir) => Group {
+                counters: dir.parent().unwrap_or(&dir).to_owned(),
+                dir,
+            },
+            None => Group::new(self.dir.join(vm.to_string())),
         }
     }
 
@@ -172,9 +214,19 @@ impl Parent {
 #[derive(Debug)]
 pub struct Group {
     dir: PathBuf,
+    /// The directory whose files have the counters of controllers.
+    counters: PathBuf,
 }
 
 impl Group {
+    /// The cgroup at `dir`, with counters of its own.
+    fn new(dir: PathBuf) -> Self {
+        Self {
+            counters: dir.clone(),
+            dir,
+        }
+    }
+
     /// For starting a process in it.
     pub fn descriptor(&self) -> io::Result<OwnedFd> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -183,7 +235,7 @@ impl Group {
 
     /// True when the kernel ran out of memory and killed a process in it.
     pub fn oom_killed(&self) -> bool {
-        let events = fs::read_to_string(self.dir.join("memory.events")).unwrap_or_default();
+        let events = self.read("memory.events").unwrap_or_default();
         count(&events, "oom_kill") > 0
     }
 
@@ -236,9 +288,9 @@ impl Group {
             || number("memory.current").is_some_and(|used| used > limit)
     }
 
-    /// Reads one of the cgroup's files; `None` when that fails.
+    /// Reads a file with counters; `None` when that fails.
     pub fn read(&self, file: &str) -> Option<String> {
-        fs::read_to_string(self.dir.join(file)).ok()
+        fs::read_to_string(self.counters.join(file)).ok()
     }
 
     /// Processes in it.
@@ -403,8 +455,8 @@ mod tests {
 
     fn pretended() -> (tempfile::TempDir, Group) {
         let folder = tempfile::tempdir().unwrap();
-        let dir = folder.path().to_owned();
-        (folder, Group { dir })
+        let group = Group::new(folder.path().to_owned());
+        (folder, group)
     }
 
     fn set(file: &str, value: &str) -> Setting {
@@ -446,7 +498,7 @@ mod tests {
         let dir = parent.path().join("vm");
         fs::create_dir(&dir).unwrap();
         fs::write(parent.path().join("cpuset.cpus.effective"), "0-2\n").unwrap();
-        let group = Group { dir };
+        let group = Group::new(dir);
         for (before, running, expected) in [("2\n", true, "0-2\n"), ("\n", true, "\n"), ("2\n", false, "\n")]
         {
             let file = group.dir.join("cpuset.cpus");
@@ -487,18 +539,33 @@ mod tests {
             fs::write(dir.join("cgroup.subtree_control"), "").unwrap();
             fs::write(dir.join("cgroup.procs"), processes).unwrap();
         }
-        let parent = Parent { dir: dirs[2].clone() };
+        let parent = Parent::new(dirs[2].clone(), root.path().to_owned());
         parent.ready().unwrap();
         let handed = dirs.map(|dir| fs::read_to_string(dir.join("cgroup.subtree_control")).unwrap());
         assert_eq!(handed, ["+memory", "+memory", ""]);
     }
 
     #[test]
+    fn placed_group_has_the_counters_of_the_directory_above() {
+        let root = tempfile::tempdir().unwrap();
+        let parent = Parent::new(root.path().join("vms"), root.path().to_owned());
+        let vm = Uuid::new_v4();
+        let pod = parent.at(Path::new("/kubepods/pod1"));
+        assert_eq!(pod, root.path().join("kubepods/pod1"));
+        fs::create_dir_all(&pod).unwrap();
+        fs::write(pod.join("memory.events"), "oom_kill 1\n").unwrap();
+        parent.place(vm, Some(pod.join("vmm")));
+        let group = parent.create(vm).unwrap();
+        assert!(pod.join("vmm").is_dir() && group.oom_killed());
+        group.clear().unwrap();
+        parent.place(vm, None);
+        assert_eq!(parent.group(vm).dir, root.path().join("vms").join(vm.to_string()));
+    }
+
+    #[test]
     fn helpers_are_limited_in_a_group_that_is_made_when_it_is_missing() {
         let root = tempfile::tempdir().unwrap();
-        let parent = Parent {
-            dir: root.path().join("vms"),
-        };
+        let parent = Parent::new(root.path().join("vms"), root.path().to_owned());
         let limits = plan::Limits {
             memory: 1 << 20,
             tasks: 7,

@@ -83,7 +83,7 @@ pub fn along(disks: &[Disk]) -> impl Iterator<Item = (&str, &str)> {
     let written = disks.iter().filter(|disk| !disk.read_only);
     written.filter_map(|disk| match &disk.source {
         Source::Disk { name, .. } => Some((disk.name.as_str(), name.as_str())),
-        Source::Path { .. } | Source::Seed | Source::Empty => None,
+        Source::Path { .. } | Source::Pod { .. } | Source::Seed | Source::Empty => None,
     })
 }
 

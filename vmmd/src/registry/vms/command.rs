@@ -57,6 +57,8 @@ pub struct Life {
     /// The stop drains the node. No run policy refuses it, and the requested state of the VM stays:
     /// the policy may start the VM when the node takes VMs again.
     pub evacuate: bool,
+    /// The launcher of the VM's pod stops it: no run policy refuses that, or starts the VM again.
+    pub of_pod: bool,
     /// Of a start: the snapshot that the VM is restored from. Refused unless the VM is down.
     pub restore: Option<Box<Restore>>,
     /// Of a start: the firmware begins with new variables. Refused unless the VM is down.
@@ -74,6 +76,7 @@ impl Life {
             grace: None,
             deadline: None,
             evacuate: false,
+            of_pod: false,
             restore: None,
             reset_nvram: false,
             reply,

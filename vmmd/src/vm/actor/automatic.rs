@@ -45,7 +45,7 @@ impl Actor {
             self.host.schedulable()?;
         }
         let policy = self.spec.run_policy;
-        let Some(hint) = refuses(policy, life.request).filter(|_| !life.evacuate) else {
+        let Some(hint) = refuses(policy, life.request).filter(|_| !life.evacuate && !life.of_pod) else {
             return Ok(());
         };
         Err(self.refused_by_policy(hint))
@@ -115,6 +115,15 @@ impl Actor {
         refusal.into_failure(&self.record.name)
     }
 
+    /// The run policy, as far as the VM is started at all: a VM that was stopped with its pod stays stopped.
+    fn policy(&self) -> RunPolicy {
+        let stopped = self.record.intent() == Intent::Stopped && self.record.last_exit.is_some();
+        match self.spec.pod.is_some() && stopped {
+            true => RunPolicy::Manual,
+            false => self.spec.run_policy,
+        }
+    }
+
     /// Advances the restart state by one input. The caller writes the record afterwards and carries
     /// out the returned effects.
     fn step_restarts(&mut self, input: Input) -> Vec<Effect> {
@@ -130,7 +139,7 @@ impl Actor {
             input,
             &restart::Situation {
                 policy: after(
-                    self.spec.run_policy,
+                    self.policy(),
                     self.spec.on_panic,
                     self.record.exit_reason(),
                     pending,

@@ -198,7 +198,7 @@ pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> R
     let name = disk.name.to_string();
     let record = match &disk.source {
         Source::Disk { name, .. } => Some(host.disks.get(name.as_str())?),
-        Source::Path { .. } => None,
+        Source::Path { .. } | Source::Pod { .. } => None,
         Source::Seed => return Err(is_seed()),
         Source::Empty => return Err(is_empty(&name)),
     };
@@ -219,6 +219,13 @@ pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> R
                 std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
             });
             looking.await?
+        }
+        Source::Pod { volume, .. } => {
+            let pod = volume.pod.as_ref().and_then(|uid| host.pods.get(uid.as_str()));
+            pod.is_some_and(|pod| {
+                pod.volume(volume.name.as_str())
+                    .is_ok_and(|volume| volume.block_device)
+            })
         }
         // Beneath a folder of others only a regular file is opened.
         Source::Path { .. } | Source::Disk { .. } | Source::Seed | Source::Empty => false,
@@ -301,6 +308,13 @@ pub async fn resize_file(host: &Arc<Host>, disk: &Disk, size: u64) -> Result<u64
                 backing: Vec::<(std::path::PathBuf, Format)>::new(),
             };
             disk::grow(host, growing, size, Control::default()).await
+        }
+        Source::Pod { .. } => {
+            let message = format!(
+                "disk \"{}\" is on a volume of the VM's pod: make it larger while the VM runs, or resize the volume",
+                disk.name
+            );
+            Err(Failure::precondition("VM_NOT_RUNNING", message))
         }
         Source::Seed => Err(is_seed()),
         Source::Empty => Err(is_empty(disk.name.as_str())),

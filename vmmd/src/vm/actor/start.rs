@@ -159,11 +159,12 @@ impl Actor {
                     instance,
                     files,
                     firmware,
+                    cgroup,
                     replacing,
                 }),
                 None,
             ) => {
-                self.note_written(files, firmware, replacing);
+                self.note_written(files, (firmware, cgroup), replacing);
                 self.instance = Some(instance);
                 self.host.ledger.expect(&self.record.name, None);
                 self.disks.clear();
@@ -197,11 +198,12 @@ impl Actor {
                     instance,
                     files,
                     firmware,
+                    cgroup,
                     replacing,
                 }),
                 Some(mut stop),
             ) => {
-                self.note_written(files, firmware, replacing);
+                self.note_written(files, (firmware, cgroup), replacing);
                 self.instance = Some(instance);
                 operation.give_way(&self.cancelled());
                 self.step_stop(&mut stop, stop::Input::CameUp);
@@ -221,8 +223,16 @@ impl Actor {
     }
 
     /// Takes over the part of the record that the start has written.
-    fn note_written(&mut self, files: Known, firmware: i32, replacing: Option<ReplacingRecord>) {
+    fn note_written(
+        &mut self,
+        files: Known,
+        (firmware, cgroup): (i32, String),
+        replacing: Option<ReplacingRecord>,
+    ) {
         (self.record.files, self.record.replacing) = (files, replacing);
+        if let Some(run) = &mut self.record.instance {
+            run.cgroup = cgroup;
+        }
         let run = self
             .record
             .instance

@@ -181,6 +181,9 @@ impl Actor {
             return Ok(());
         }
         let spec = &desired.manifest.spec;
+        if spec.pod != self.spec.pod {
+            return Err(Failure::field("spec.pod", "is fixed at the creation of the VM"));
+        }
         self.unless_stopped(self.check(spec)).await?;
         self.no_attach_in_between(desired)?;
         let begun = self.record.begun.clone();

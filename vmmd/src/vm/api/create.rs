@@ -30,6 +30,7 @@ use crate::{
     files,
     host::Host,
     node::check::{self, Question},
+    pod,
     registry::vms::{
         Entry,
         command::{Command, Life, Request},
@@ -131,6 +132,9 @@ async fn create_with(
         _ => None,
     };
     let held = admit(&host, &manifest, question).await?;
+    if let Some(pod) = &manifest.spec.pod {
+        pod::check_free(&host, pod.as_str())?;
+    }
     let name = manifest.metadata.name.to_string();
     let Some(_reservation) = host.vms.reserve(&name).await else {
         let message = format!("there is a VM \"{name}\" already");

@@ -441,6 +441,7 @@ fn disks(
         let (path, size) = match &disk.source {
             DiskSource::Seed | DiskSource::Empty => (String::new(), 0),
             DiskSource::Path { path, .. } => (path.display().to_string(), 0),
+            DiskSource::Pod { .. } => (String::new(), 0),
             DiskSource::Disk { name, .. } => {
                 let resolved = host.disks.resolve(&host.disk_folder(), name.as_str());
                 resolved.map_or_else(

@@ -35,8 +35,15 @@ pub fn plan_start(host: &Host, spec: &VmSpec) -> Result<Plan, Failure> {
     Ok(plan)
 }
 
-/// Makes the cgroup of a VM that is about to start.
+/// Makes the cgroup of a VM that is about to start. That of a VM of a pod has no limits of its own.
 pub fn create(host: &Host, uid: Uuid, plan: &Plan) -> Result<Option<Group>, Failure> {
+    if let Some(parent) = host
+        .cgroups
+        .as_ref()
+        .filter(|parent| parent.placed(uid).is_some())
+    {
+        return parent.create(uid).map(Some).map_err(|error| unusable(&error));
+    }
     if !plan.missing.is_empty() {
         let missing: Vec<_> = plan.missing.iter().map(|controller| controller.name()).collect();
         tracing::warn!(%uid, missing = missing.join(", "), "the VM runs without limits of controllers that its cgroup lacks");
@@ -51,6 +58,9 @@ pub fn create(host: &Host, uid: Uuid, plan: &Plan) -> Result<Option<Group>, Fail
 
 /// Applies the limits of a running VM.
 pub fn set(host: &Host, uid: Uuid, spec: &VmSpec) -> Result<(), Failure> {
+    if spec.pod.is_some() {
+        return Ok(());
+    }
     let plan = plan(host, spec)?;
     match &host.cgroups {
         Some(parent) => apply(&parent.group(uid), uid, &plan, true),

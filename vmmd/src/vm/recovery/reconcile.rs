@@ -121,6 +121,11 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
             return unusable::take_over(&host, uid, record, Why::Spec(problem)).await;
         }
     };
+    if let (Some(run), Some(parent)) = (&record.instance, &host.cgroups)
+        && !run.cgroup.is_empty()
+    {
+        parent.place(uid, Some(run.cgroup.clone().into()));
+    }
     if let Some(run) = &mut record.instance {
         run.spec = run.spec.take().or_else(|| record.spec.clone());
         run.hardware = run.hardware.take().or_else(|| record.hardware.clone());

@@ -16,6 +16,7 @@ use std::{
     fs::File,
     io,
     os::fd::{AsRawFd as _, OwnedFd},
+    path::Path,
     pin::pin,
     sync::Arc,
     time::{Duration, Instant},
@@ -66,7 +67,7 @@ use crate::{
     files::{self, Known, OpenDisk},
     host::Host,
     paths::RuntimeDir,
-    registry::vms::command::Restore,
+    registry::{pods::Pod, vms::command::Restore},
     share::{self, Keepers, Run, Serving},
 };
 
@@ -128,6 +129,8 @@ pub struct Started {
     pub files: Known,
     /// Firmware that was chosen for it ([`Hardware::firmware`](vmmd_store::Hardware::firmware)).
     pub firmware: i32,
+    /// Directory of its cgroup, if that is below the cgroup of a pod.
+    pub cgroup: String,
     /// Unfinished part of a restore, which the next start completes.
     pub replacing: Option<ReplacingRecord>,
 }
@@ -199,6 +202,7 @@ async fn bring_up(
     plan.report
         .progress(Progress::steps(1, STEPS), "making the vmm process");
     let uid = plan.uid;
+    place(host, &mut plan, checked.pod.as_deref());
     let blocking_host = Arc::clone(host);
     let (name, limits) = (plan.record.name.clone(), checked.limits.clone());
     let spec = plan.spec.clone();
@@ -215,6 +219,18 @@ async fn bring_up(
         }
     }
     result
+}
+
+/// Notes where the cgroup of the run is: that of a VM of a pod is below that of the launcher.
+fn place(host: &Host, plan: &mut Plan, pod: Option<&Pod>) {
+    let dir = pod.map(|pod| pod.cgroup.join("vmm"));
+    if let Some(run) = &mut plan.record.instance {
+        let path = dir.as_deref().map(Path::to_string_lossy);
+        run.cgroup = path.unwrap_or_default().into_owned();
+    }
+    if let Some(parent) = &host.cgroups {
+        parent.place(plan.uid, dir);
+    }
 }
 
 async fn blocking<T: Send + 'static>(
@@ -340,6 +356,7 @@ async fn run(
         files,
         known: _,
         executable,
+        pod,
         limits: _,
         clock_offsets,
         replaced: _replaced,
@@ -357,6 +374,11 @@ async fn run(
         log,
         group,
     } = made;
+    let lifeline = pod.as_ref().map(|pod| pod.lifeline.try_clone()).transpose();
+    let lifeline = lifeline.map_err(|error| failed("copy the lifeline of the VM's pod", &error))?;
+    drop(pod);
+    let cgroup = record.instance.as_ref().map(|run| run.cgroup.clone());
+    let cgroup = cgroup.unwrap_or_default();
     let program = Spawn {
         executable,
         control,
@@ -365,6 +387,7 @@ async fn run(
         lock,
         log,
         group,
+        lifeline,
         uid: claim.user(),
     };
     // Before the fork: later failures have to end the process.
@@ -466,6 +489,7 @@ async fn run(
                 },
                 files: record.files,
                 firmware: hardware.firmware,
+                cgroup,
                 replacing,
             })
         }

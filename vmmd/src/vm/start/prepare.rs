@@ -8,6 +8,7 @@ use std::{
         unix::{fs::OpenOptionsExt, net::UnixListener},
     },
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use uuid::Uuid;
@@ -27,6 +28,7 @@ use crate::{
     host::Host,
     node::check::Look,
     paths::{LogDir, RuntimeDir},
+    registry::pods::Pod,
     vm::machine::{self, limits},
 };
 
@@ -36,6 +38,8 @@ pub(super) struct Checked {
     pub(super) files: Files,
     pub(super) known: Known,
     pub(super) executable: File,
+    /// The pod that has the VM.
+    pub(super) pod: Option<Arc<Pod>>,
     pub(super) limits: Limits,
     /// Difference of the real-time clock to UTC.
     pub(super) clock_offsets: Vec<ClockOffset>,
@@ -69,6 +73,11 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     } = plan;
     let uid = *uid;
     fault::slow(&host.config.run_dir, "slow-files");
+    let pod = spec
+        .pod
+        .as_ref()
+        .map(|pod| host.pods.connected(pod))
+        .transpose()?;
     let (look, demand) = (Look::now(host), Demand::of(spec));
     claim.take(demand, |others| {
         let node = look.picture(host, others);
@@ -101,7 +110,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         files::open(spec, &host.sources(), &plan.record.files, Locks::Take, seed)?
     };
     for share in &spec.shares {
-        files::share::open(share, &host.config.roots.shares)?;
+        files::share::open(share, &host.sources())?;
     }
     if let Some(path) = &spec.state_dir {
         StateDir::open(path, &host.config.roots.shares)?;
@@ -121,6 +130,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         files,
         known,
         executable,
+        pod,
         limits,
         clock_offsets,
         replaced: Vec::new(),

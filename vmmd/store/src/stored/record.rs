@@ -106,6 +106,8 @@ stored! {
         started_since_boot: u64,
         #[prost(bool, tag = "27")]
         may_be_frozen: bool,
+        #[prost(string, tag = "28")]
+        cgroup: String,
     }
 }
 

@@ -43,6 +43,16 @@ stored! {
         guest_agent: Option<GuestAgentSpec>,
         #[prost(message, optional, tag = "30")]
         smbios: Option<SmbiosSpec>,
+        #[prost(message, optional, tag = "31")]
+        pod: Option<PodSpec>,
+    }
+}
+
+stored! {
+    /// Pod of a cluster that has a VM.
+    PodSpec of v1::PodSpec {
+        #[prost(string, tag = "1")]
+        uid: String,
     }
 }
 
@@ -73,6 +83,8 @@ stored! {
         max_open_files: u32,
         #[prost(string, tag = "12")]
         mount: String,
+        #[prost(string, tag = "13")]
+        pod_volume: String,
     }
 }
 
@@ -290,7 +302,7 @@ stored! {
     DiskSpec of v1::DiskSpec {
         #[prost(string, tag = "1")]
         name: String,
-        #[prost(oneof = "DiskSource", tags = "2, 6")]
+        #[prost(oneof = "DiskSource", tags = "2, 6, 19")]
         source: Option<DiskSource>,
         #[prost(int32, tag = "3")]
         format: i32,
@@ -330,6 +342,8 @@ pub enum DiskSource {
     Path(String),
     #[prost(string, tag = "6")]
     Disk(String),
+    #[prost(string, tag = "19")]
+    PodVolume(String),
 }
 
 stored! {
@@ -560,6 +574,7 @@ impl Mirror<DiskSource> for v1::disk_spec::Source {
         match self {
             Self::Path(path) => DiskSource::Path(path),
             Self::Disk(disk) => DiskSource::Disk(disk),
+            Self::PodVolume(volume) => DiskSource::PodVolume(volume),
         }
     }
 }
@@ -569,6 +584,7 @@ impl Mirror<v1::disk_spec::Source> for DiskSource {
         match self {
             Self::Path(path) => v1::disk_spec::Source::Path(path),
             Self::Disk(disk) => v1::disk_spec::Source::Disk(disk),
+            Self::PodVolume(volume) => v1::disk_spec::Source::PodVolume(volume),
         }
     }
 }

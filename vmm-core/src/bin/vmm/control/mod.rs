@@ -30,10 +30,10 @@ use rustix::{
 use tracing::{info, warn};
 use vmm_core::lifecycle::{Answer, Input, Token, publisher::initial_status};
 use vmm_protocol::vmm::{
-    Error, ErrorKind, Event, Message, Response, Status, Stop, event, message::Kind, request::Op,
+    Error, ErrorKind, Event, ExitKind, Message, Response, Status, Stop, event, message::Kind, request::Op,
 };
 
-use crate::sandbox::Sandbox;
+use crate::{exit_record, sandbox::Sandbox};
 use connection::{Broken, Connection};
 pub use outbox::Outbox;
 use outbox::Outgoing;
@@ -60,6 +60,8 @@ pub struct Server {
     wake: Arc<OwnedFd>,
     /// Readable when somebody asks the process to end.
     signals: OwnedFd,
+    /// The process ends when the other end of this pipe is closed.
+    lifeline: Option<OwnedFd>,
     outgoing: Receiver<Outgoing>,
     inputs: Sender<Input>,
     connections: BTreeMap<u64, Connection>,
@@ -94,6 +96,7 @@ impl Server {
             listener,
             wake,
             signals,
+            lifeline: None,
             outgoing,
             inputs,
             connections: BTreeMap::new(),
@@ -103,6 +106,11 @@ impl Server {
             sandbox: Vec::new(),
         };
         Ok((server, outbox))
+    }
+
+    /// Ends the process at once, with an exit record, when the other end of this pipe is closed.
+    pub fn set_lifeline(&mut self, lifeline: OwnedFd) {
+        self.lifeline = Some(lifeline);
     }
 
     /// Sets the restrictions of this process that HelloReply reports to clients.
@@ -144,6 +152,10 @@ impl Server {
             flags.set(PollFlags::OUT, connection.waiting() > 0);
             fds.push(PollFd::from_borrowed_fd(connection.as_fd(), flags));
         }
+        if let Some(lifeline) = &self.lifeline {
+            // Poll reports the end of the other side in any case. Bytes in the pipe are not read.
+            fds.push(PollFd::from_borrowed_fd(lifeline.as_fd(), PollFlags::empty()));
+        }
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
@@ -153,6 +165,11 @@ impl Server {
             .is_some_and(|signals| signals.revents().contains(PollFlags::IN))
         {
             self.stop_by_signal()?;
+        }
+        let last = fds.last().filter(|_| self.lifeline.is_some());
+        if last.is_some_and(|lifeline| !lifeline.revents().is_empty()) {
+            // Another node may run the VM next: no request of the guest is waited for.
+            exit_record::end(ExitKind::LifelineClosed, "the launcher of the VM's pod has ended");
         }
         let ready = self.connections.keys().zip(fds.iter().skip(FIXED_FDS));
         Ok(ready

@@ -226,7 +226,7 @@ fn open_disk(fds: &mut Fds, address: u32, disk: &Disk) -> Result<vmm::Disk> {
     } = &disk.source
     else {
         bail!(
-            "disk {}: there is no DiskService without the daemon, and `beneath` is for the daemon: give its `path` alone",
+            "disk {}: there is no DiskService and no pod without the daemon, and `beneath` is for the daemon: give its `path` alone",
             disk.name
         );
     };

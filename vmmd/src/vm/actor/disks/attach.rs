@@ -41,10 +41,11 @@ impl Actor {
         reply: Reply,
     ) -> Result<(), (Failure, Reply)> {
         self.host.disks.fill_in(&mut wire);
-        let disk = match validate(&wire) {
+        let mut disk = match validate(&wire) {
             Ok(disk) => disk,
             Err(violations) => return Err((violations.into(), reply)),
         };
+        disk.set_pod(self.spec.pod.as_ref());
         let name = disk.name.to_string();
         let client = match place {
             Place::Machine if disk.bus != Bus::Virtio => {

@@ -91,7 +91,7 @@ pub enum Live {
 }
 
 /// Fields of a disk that name the medium of a CD-ROM drive.
-const MEDIUM: [&str; 4] = ["path", "disk", "format", "beneath"];
+const MEDIUM: [&str; 5] = ["path", "disk", "podVolume", "format", "beneath"];
 
 /// Paths that [`Live::Processors`] covers.
 const PROCESSORS: [&str; 3] = [
