@@ -22,6 +22,7 @@ const FILES: &[&str] = &[
     "vmmd/v1/node.proto",
     "vmmd/v1/operation.proto",
     "vmmd/v1/event.proto",
+    "vmmd/v1/pod.proto",
 ];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -739,6 +739,10 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
                 firewall,
             })
         }
+        Some(v1::nic_spec::Attachment::PodNetwork(_)) => {
+            found.add(format_args!("{field}.podNetwork"), "is not supported by this daemon");
+            None
+        }
         None => {
             let wanted = "must say what it is attached to: give `network`, `bridge` or `tap`";
             found.add(field, wanted);

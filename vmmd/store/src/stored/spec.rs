@@ -43,6 +43,16 @@ stored! {
         guest_agent: Option<GuestAgentSpec>,
         #[prost(message, optional, tag = "30")]
         smbios: Option<SmbiosSpec>,
+        #[prost(message, optional, tag = "31")]
+        pod: Option<PodSpec>,
+    }
+}
+
+stored! {
+    /// The pod that has a VM.
+    PodSpec of v1::PodSpec {
+        #[prost(string, tag = "1")]
+        uid: String,
     }
 }
 
@@ -73,6 +83,8 @@ stored! {
         max_open_files: u32,
         #[prost(string, tag = "12")]
         mount: String,
+        #[prost(string, tag = "13")]
+        pod_volume: String,
     }
 }
 
@@ -290,7 +302,7 @@ stored! {
     DiskSpec of v1::DiskSpec {
         #[prost(string, tag = "1")]
         name: String,
-        #[prost(oneof = "DiskSource", tags = "2, 6")]
+        #[prost(oneof = "DiskSource", tags = "2, 6, 19")]
         source: Option<DiskSource>,
         #[prost(int32, tag = "3")]
         format: i32,
@@ -330,6 +342,8 @@ pub enum DiskSource {
     Path(String),
     #[prost(string, tag = "6")]
     Disk(String),
+    #[prost(string, tag = "19")]
+    PodVolume(String),
 }
 
 stored! {
@@ -337,7 +351,7 @@ stored! {
     NicSpec of v1::NicSpec {
         #[prost(string, tag = "1")]
         name: String,
-        #[prost(oneof = "Attachment", tags = "2, 3, 11")]
+        #[prost(oneof = "Attachment", tags = "2, 3, 11, 21")]
         attachment: Option<Attachment>,
         #[prost(string, tag = "4")]
         mac: String,
@@ -408,7 +422,7 @@ stored! {
 }
 
 /// Of [`NicSpec`].
-#[derive(Clone, PartialEq, Eq, prost::Oneof)]
+#[derive(Clone, PartialEq, prost::Oneof)]
 pub enum Attachment {
     #[prost(string, tag = "2")]
     Bridge(String),
@@ -416,6 +430,16 @@ pub enum Attachment {
     Tap(String),
     #[prost(string, tag = "11")]
     Network(String),
+    #[prost(message, tag = "21")]
+    PodNetwork(PodNetwork),
+}
+
+stored! {
+    /// The network of a VM's pod.
+    PodNetwork of v1::PodNetwork {
+        #[prost(string, tag = "1")]
+        interface: String,
+    }
 }
 
 stored! {
@@ -550,6 +574,7 @@ impl Mirror<DiskSource> for v1::disk_spec::Source {
         match self {
             Self::Path(path) => DiskSource::Path(path),
             Self::Disk(disk) => DiskSource::Disk(disk),
+            Self::PodVolume(volume) => DiskSource::PodVolume(volume),
         }
     }
 }
@@ -559,6 +584,7 @@ impl Mirror<v1::disk_spec::Source> for DiskSource {
         match self {
             Self::Path(path) => v1::disk_spec::Source::Path(path),
             Self::Disk(disk) => v1::disk_spec::Source::Disk(disk),
+            Self::PodVolume(volume) => v1::disk_spec::Source::PodVolume(volume),
         }
     }
 }
@@ -569,6 +595,7 @@ impl Mirror<Attachment> for v1::nic_spec::Attachment {
             Self::Bridge(bridge) => Attachment::Bridge(bridge),
             Self::Tap(tap) => Attachment::Tap(tap),
             Self::Network(network) => Attachment::Network(network),
+            Self::PodNetwork(network) => Attachment::PodNetwork(network.mirror()),
         }
     }
 }
@@ -579,6 +606,7 @@ impl Mirror<v1::nic_spec::Attachment> for Attachment {
             Self::Bridge(bridge) => v1::nic_spec::Attachment::Bridge(bridge),
             Self::Tap(tap) => v1::nic_spec::Attachment::Tap(tap),
             Self::Network(network) => v1::nic_spec::Attachment::Network(network),
+            Self::PodNetwork(network) => v1::nic_spec::Attachment::PodNetwork(network.mirror()),
         }
     }
 }
