@@ -15,9 +15,11 @@ mod leader;
 mod metrics;
 mod names;
 mod placeholder;
+mod provision;
 mod schema;
 mod sources;
 mod spec;
+mod tell;
 
 use anyhow::Context as _;
 use clap::Parser as _;

@@ -6,8 +6,6 @@
 //! again. While one side does not answer, the agent does not act on that side's last report: VMs
 //! continue unchanged, and vmmd restarts them on its own.
 
-mod disks;
-mod images;
 mod migrate;
 mod node;
 mod pod_status;
@@ -15,7 +13,7 @@ mod prepare;
 mod register;
 mod release;
 mod step;
-mod tell;
+mod sweep;
 mod watch;
 mod work;
 
@@ -38,12 +36,13 @@ pub use self::{node::Settings, register::confined};
 use self::{
     step::{Place, Step},
     watch::News,
-    work::{After, Error, Worker},
+    work::{After, Worker},
 };
 use crate::{
     clients::Clients,
     daemon::{Daemon, camel},
     metrics,
+    provision::{Error, Provisioner},
 };
 
 /// How long the first attempt after a failed one waits; twice as long each time.
@@ -64,20 +63,14 @@ pub async fn run(clients: Clients, daemon: Daemon, settings: Settings) {
         allowed: settings.allowed.clone(),
         host: host.map(|(_, address)| address.clone()).unwrap_or_default(),
         recorder: Recorder::new(client.clone(), "vmmd-kube-agent".into()),
-        unanswered: Arc::default(),
-        spent: Arc::default(),
-        imports: Arc::default(),
+        provisioner: Provisioner::new(daemon.clone(), settings.name.clone()),
     };
     let (news, received) = mpsc::channel(256);
     let mut tasks = JoinSet::new();
     tasks.spawn(register::run(client.clone(), daemon.clone(), settings.clone()));
     tasks.spawn(register::renew(client.clone(), settings.name.clone()));
-    tasks.spawn(disks::sweep(
-        client.clone(),
-        daemon.clone(),
-        settings.name.clone(),
-    ));
-    tasks.spawn(tell::run(
+    tasks.spawn(sweep::run(client.clone(), worker.provisioner.clone()));
+    tasks.spawn(crate::tell::run(
         daemon.clone(),
         settings.name.clone(),
         worker.recorder.clone(),
@@ -236,7 +229,7 @@ impl Agent {
     fn look(&mut self, uid: &str) {
         if self.vms.contains_key(uid) {
             // Its creation was carried out. Repeated when the VM is gone, it could only mislead.
-            self.worker.forget(uid);
+            self.worker.provisioner.forget(uid);
         }
         if !self.pods_known || !self.vms_known {
             return;
@@ -264,7 +257,7 @@ impl Agent {
             (None, None) => {
                 self.failures.remove(uid);
                 self.deadlines.remove(uid);
-                self.worker.forget(uid);
+                self.worker.provisioner.forget(uid);
                 return;
             }
         };

@@ -11,6 +11,7 @@ use super::pod_status;
 use crate::{
     crd::{MigrationPhase, Role, VirtualMachine, VirtualMachineStatus},
     names, placeholder,
+    provision::RunPod,
     sources::{self, Allowed, Sources},
 };
 
@@ -341,40 +342,20 @@ pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str, allowed: &
     }
     match role {
         Role::Target(migration) => Admission::Await(migration.from.clone()),
-        _ => Admission::Admit(Box::new(marked(vm, pod, node)), Box::new(sources)),
+        _ => Admission::Admit(Box::new(run_pod(pod).marked(vm, node)), Box::new(sources)),
     }
 }
 
-/// The labels of a VM of this pod.
-pub fn marks(pod: &Pod, node: &str) -> [(String, String); 4] {
-    let own = pod.labels();
-    let label = |key: &str| own.get(key).cloned().unwrap_or_default();
-    [
-        (names::MACHINE_UID.to_owned(), label(names::MACHINE_UID)),
-        (names::EPOCH.to_owned(), label(names::EPOCH)),
-        (names::POD_UID.to_owned(), pod.uid().unwrap_or_default()),
-        (names::AGENT.to_owned(), node.to_owned()),
-    ]
-}
-
-/// Namespace and name of a pod.
-pub fn pod_path(pod: &Pod) -> String {
-    format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any())
-}
-
-/// Returns a VM with the marks by which the agent recognizes it.
-pub fn marked(mut vm: v1::Vm, pod: &Pod, node: &str) -> v1::Vm {
-    let metadata = vm.metadata.get_or_insert_default();
-    metadata.labels.extend(marks(pod, node));
-    metadata.annotations.insert(names::POD.to_owned(), pod_path(pod));
-    names::MANAGER.clone_into(&mut metadata.owner);
-    if let Some(spec) = &mut vm.spec
-        && spec.run_policy() == v1::RunPolicy::AlwaysOn
-    {
-        // vmmd stops no VM of that policy; of ends here the controller makes new runs.
-        spec.set_run_policy(v1::RunPolicy::AlwaysOnUnlessStopped);
+/// A pod as objects that were made for it name it.
+pub fn run_pod(pod: &Pod) -> RunPod {
+    let label = |key: &str| pod.labels().get(key).cloned().unwrap_or_default();
+    RunPod {
+        namespace: pod.namespace().unwrap_or_default(),
+        name: pod.name_any(),
+        uid: pod.uid().unwrap_or_default(),
+        machine: label(names::MACHINE_UID),
+        epoch: label(names::EPOCH),
     }
-    vm
 }
 
 /// Fate of a VM whose pod is being deleted, or has the note that its VM leaves.

@@ -1,10 +1,6 @@
 //! Carries out one step for a pod or a VM: calls of the API server and of vmmd.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, PodStatus};
@@ -14,19 +10,18 @@ use kube::{
     runtime::events::{Event, EventType, Recorder},
 };
 use serde_json::{Value, json};
-use tonic::{Code, Status};
+use tonic::Code;
 use vmmd_api::{v1, well_known};
 
 use super::{
-    images::Imports,
     migrate::Owner,
     pod_status,
-    prepare::{self, Lack, Prepared},
     step::{self, Admission, Step},
 };
 use crate::{
     daemon::{self, CALL, Daemon, within},
     names,
+    provision::{self, Error, Lack, Prepared, Provisioner, seed},
     sources::{Allowed, Sources},
 };
 
@@ -60,23 +55,6 @@ pub enum After {
     Done,
 }
 
-/// Why a step was not completed. It is tried again.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// Error of the API server.
-    #[error("API server: {0}")]
-    Api(#[from] kube::Error),
-    /// Of vmmd.
-    #[error("vmmd: {}: {}", .0.code(), .0.message())]
-    Vmmd(Box<Status>),
-}
-
-impl From<Status> for Error {
-    fn from(status: Status) -> Self {
-        Self::Vmmd(Box::new(status))
-    }
-}
-
 /// Clients and settings for the steps.
 #[derive(Clone)]
 pub struct Worker {
@@ -92,12 +70,8 @@ pub struct Worker {
     pub allowed: Allowed,
     /// Publishes events of pods.
     pub recorder: Recorder,
-    /// Requests to make VMs that had no answer yet, by the uids of their pods.
-    pub unanswered: Arc<Mutex<HashMap<String, v1::CreateVmRequest>>>,
-    /// How many requests to make a VM were refused since there was another one of its name, which is gone, by the uids of their pods.
-    pub spent: Arc<Mutex<HashMap<String, u32>>>,
-    /// Images that vmmd was asked to import.
-    pub imports: Arc<Mutex<Imports>>,
+    /// Makes VMs and disks.
+    pub provisioner: Provisioner,
 }
 
 impl Worker {
@@ -217,7 +191,7 @@ impl Worker {
             return Ok(After::Again(LACKS));
         }
         let type_ = match reason {
-            "ImportingImage" | "MakingDisk" | names::AWAITS => EventType::Normal,
+            provision::IMPORTING_IMAGE | provision::MAKING_DISK | names::AWAITS => EventType::Normal,
             _ => EventType::Warning,
         };
         self.tell(Some(pod), type_, reason, &message).await;
@@ -235,9 +209,9 @@ impl Worker {
             vm: Some(vm),
             start: true,
             dry_run: false,
-            request_id: self.creation_id(&uid),
+            request_id: self.provisioner.creation_id(&uid),
         };
-        match self.ask_to_make(&uid, request).await {
+        match self.provisioner.ask_to_make(&uid, request).await {
             Ok(vm) => {
                 self.tell(
                     Some(pod),
@@ -262,9 +236,7 @@ impl Worker {
                     None if reason == "RequestIdReused" => self.give_up(pod, &reason, &message).await,
                     // It has gone since. vmmd says the same to each repetition of a request that it has refused so.
                     None => {
-                        let mut spent = self.spent();
-                        let count = spent.entry(uid).or_default();
-                        *count = count.saturating_add(1);
+                        self.provisioner.spend(&uid);
                         Ok(After::Again(TAKEN))
                     }
                 }
@@ -274,59 +246,11 @@ impl Worker {
                 if reason == "ObjectGone" {
                     return self.removed(pod).await;
                 }
-                let message = prepare::as_given(message, sources);
+                let message = seed::as_given(message, sources);
                 self.give_up(pod, &reason, &message).await
             }
             Err(status) => Err(status.into()),
         }
-    }
-
-    /// Id of the request to create a VM. The next id is used once the previous request cannot take
-    /// effect any longer. A restarted agent has the requests refused in the same order, and so
-    /// comes to the request that has created the VM, if any.
-    fn creation_id(&self, uid: &str) -> String {
-        match self.spent().get(uid) {
-            None => format!("kube-create-{uid}"),
-            Some(spent) => format!("kube-create-{uid}-{spent}"),
-        }
-    }
-
-    /// The same request for the same pod, however often: vmmd carries it out once. So it is the first one that is repeated as long as it has
-    /// no answer, also when a Secret that it has values of has changed.
-    pub async fn ask_to_make(&self, uid: &str, request: v1::CreateVmRequest) -> Result<v1::Vm, Status> {
-        let request = self.unanswered().entry(uid.to_owned()).or_insert(request).clone();
-        let answer = within(CALL, self.daemon.vms.clone().create_vm(request)).await;
-        let known = match &answer {
-            Ok(_) => true,
-            Err(status) => daemon::refused(status) || status.code() == Code::AlreadyExists,
-        };
-        if known {
-            self.unanswered().remove(uid);
-        }
-        answer?
-            .vm
-            .ok_or_else(|| Status::internal("an answer without a VM"))
-    }
-
-    /// See there.
-    pub fn unanswered(&self) -> MutexGuard<'_, HashMap<String, v1::CreateVmRequest>> {
-        self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// See there.
-    fn spent(&self) -> MutexGuard<'_, HashMap<String, u32>> {
-        self.spent.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Forgets the requests of a pod that has its VM, or is gone.
-    pub fn forget(&self, uid: &str) {
-        self.unanswered().remove(uid);
-        self.spent().remove(uid);
-    }
-
-    /// The imports that this agent has begun.
-    pub fn imports(&self) -> MutexGuard<'_, Imports> {
-        self.imports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn start(&self, uid: &str, vm: &v1::Vm) -> Result<After, Error> {
