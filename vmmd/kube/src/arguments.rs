@@ -12,7 +12,7 @@ use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
 use rustix::fs::{FlockOperation, flock};
 
-use crate::{agent, placeholder, sources::Allowed};
+use crate::{agent, run, sources::Allowed};
 
 /// Makes nodes with vmmd nodes of a Kubernetes cluster.
 #[derive(Debug, Parser)]
@@ -101,6 +101,10 @@ pub struct ControllerArguments {
         default_value = "vmmd-system"
     )]
     pub namespace: String,
+    /// Image of the launcher vmmd-pod: VMs run in ordinary pods of this image. Without it, VMs run
+    /// on virtual nodes
+    #[arg(long, value_name = "IMAGE", env = "VMMD_KUBE_LAUNCHER_IMAGE")]
+    pub launcher_image: Option<String>,
     /// RuntimeClass of the pods; none when not given
     #[arg(long, value_name = "NAME")]
     pub runtime_class: Option<String>,
@@ -168,10 +172,11 @@ impl AgentArguments {
 
 impl ControllerArguments {
     /// How pods are made.
-    pub fn settings(&self) -> placeholder::Settings {
-        placeholder::Settings {
+    pub fn settings(&self) -> run::Settings {
+        run::Settings {
             overhead: u64::from(self.overhead_mib) << 20,
             runtime_class: self.runtime_class.clone(),
+            launcher_image: self.launcher_image.clone(),
         }
     }
 }

@@ -10,16 +10,20 @@ mod clients;
 mod controller;
 mod crd;
 mod daemon;
+mod described;
 mod kubelet;
+mod launcher;
 mod leader;
 mod metrics;
 mod names;
 mod placeholder;
 mod provision;
+mod run;
 mod schema;
 mod sources;
 mod spec;
 mod tell;
+mod vms;
 
 use anyhow::Context as _;
 use clap::Parser as _;
@@ -112,7 +116,7 @@ async fn run_controller(clients: Clients, arguments: ControllerArguments) -> any
 async fn lead(
     clients: Clients,
     arguments: ControllerArguments,
-    settings: placeholder::Settings,
+    settings: run::Settings,
     mut terminated: Signal,
 ) -> anyhow::Result<()> {
     metrics::leads(arguments.no_leader_election);

@@ -27,12 +27,12 @@ use vmmd_api::{
 use super::{
     pod_status,
     step::{self, Departure},
-    work::{After, Worker, duration, name, pod_uid, same},
+    work::{After, Worker, duration},
 };
 use crate::{
     controller::is_evicted,
     crd::{Migration, MigrationPhase, Role, VirtualMachine, VirtualMachineStatus},
-    daemon::{self, CALL, within},
+    daemon::{self, CALL, name, pod_uid, same, within},
     names,
     provision::Error,
 };

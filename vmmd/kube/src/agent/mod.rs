@@ -43,6 +43,7 @@ use crate::{
     daemon::{Daemon, camel},
     metrics,
     provision::{Error, Provisioner},
+    vms,
 };
 
 /// How long the first attempt after a failed one waits; twice as long each time.
@@ -76,7 +77,7 @@ pub async fn run(clients: Clients, daemon: Daemon, settings: Settings) {
         worker.recorder.clone(),
     ));
     tasks.spawn(watch::pods(clients.watches, settings.name, news.clone()));
-    tasks.spawn(watch::vms(daemon, news));
+    tasks.spawn(vms::watch(daemon, news));
     tokio::select! {
         () = Agent::new(worker).work(received) => {}
         Some(Err(error)) = tasks.join_next() => tracing::error!("{error}"),
@@ -183,7 +184,7 @@ impl Agent {
                 self.pods.remove(&uid);
                 self.look(&uid);
             }
-            News::Vms(vms) => {
+            News::Vms(vms::News::All(vms)) => {
                 let (vms, node) = (vms.into_iter(), &self.worker.node);
                 self.vms = vms
                     .filter_map(|vm| Some((step::key(&vm, node)?, Arc::new(vm))))
@@ -192,21 +193,21 @@ impl Agent {
                 self.heard.extend(self.busy.iter().cloned());
                 self.look_at_all();
             }
-            News::Vm(vm) => {
+            News::Vms(vms::News::Vm(vm)) => {
                 if let Some(uid) = step::key(&vm, &self.worker.node) {
                     self.vms.insert(uid.clone(), Arc::from(vm));
                     self.heard.extend(self.busy.get(&uid).cloned());
                     self.look(&uid);
                 }
             }
-            News::VmGone(vm) => {
+            News::Vms(vms::News::Gone(vm)) => {
                 if let Some(uid) = step::key(&vm, &self.worker.node) {
                     self.forget_vm(&uid, &vm);
                     self.heard.extend(self.busy.get(&uid).cloned());
                     self.look(&uid);
                 }
             }
-            News::VmmdAway => self.vms_known = false,
+            News::Vms(vms::News::Away) => self.vms_known = false,
         }
     }
 

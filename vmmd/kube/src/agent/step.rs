@@ -10,8 +10,9 @@ use vmmd_api::v1::{self, VmPhase};
 use super::pod_status;
 use crate::{
     crd::{MigrationPhase, Role, VirtualMachine, VirtualMachineStatus},
-    names, placeholder,
-    provision::RunPod,
+    names,
+    provision::{RunPod, has_process, is_unstarted},
+    run,
     sources::{self, Allowed, Sources},
 };
 
@@ -232,29 +233,10 @@ fn had_vm(pod: &Pod) -> bool {
         .any(|container| container.container_id.is_some())
 }
 
-fn has_process(vm: &v1::Vm) -> bool {
-    let phase = vm.status.as_ref().map(v1::VmStatus::phase).unwrap_or_default();
-    !matches!(
-        phase,
-        VmPhase::Stopped | VmPhase::Stopping | VmPhase::Failed | VmPhase::Terminating
-    )
-}
-
 fn is_stopping(vm: &v1::Vm) -> bool {
     vm.status
         .as_ref()
         .is_some_and(|status| status.phase() == VmPhase::Stopping)
-}
-
-/// vmmd was ended between the two.
-fn is_unstarted(vm: &v1::Vm) -> bool {
-    let status = vm.status.clone().unwrap_or_default();
-    let counts = status.counts.unwrap_or_default();
-    status.phase() == VmPhase::Stopped
-        && status.last_exit.is_none()
-        && status.operation.is_empty()
-        && counts.starts == 0
-        && counts.failed_starts == 0
 }
 
 /// Whether a pod is the one that is to have the VM.
@@ -317,7 +299,7 @@ pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str, allowed: &
         .map(String::as_str)
         .unwrap_or_default();
     let sources = pod.annotations().get(names::SOURCES).map(String::as_str);
-    if Some(placeholder::digest(manifest, sources)) != digest {
+    if Some(run::digest(manifest, sources)) != digest {
         return refuse(
             "ManifestChanged",
             "the pod's VM is not the one that the controller has noted",

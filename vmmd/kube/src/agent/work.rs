@@ -19,20 +19,16 @@ use super::{
     step::{self, Admission, Step},
 };
 use crate::{
-    daemon::{self, CALL, Daemon, within},
+    daemon::{self, CALL, Daemon, name, same, within},
     names,
-    provision::{self, Error, Lack, Prepared, Provisioner, seed},
+    provision::{self, Error, Lack, Made, Prepared, Provisioner},
     sources::{Allowed, Sources},
 };
 
-/// How long taking a VM away may take: ending its process, on a loaded node.
-const REMOVE: Duration = Duration::from_secs(180);
 /// How soon the API server is asked again whether the controller has noted a pod.
 const NOT_YET: Duration = Duration::from_millis(500);
 /// How soon the API server is asked again for a VirtualMachine that it does not know.
 const NO_OWNER: Duration = Duration::from_secs(5);
-/// How soon vmmd is asked again to make a VM whose name another one had.
-const TAKEN: Duration = Duration::from_secs(2);
 /// Wait before a write is retried that conflicted with another one.
 const CHANGED: Duration = Duration::from_secs(1);
 /// Wait before the missing parts of a VM are checked again.
@@ -199,20 +195,10 @@ impl Worker {
     }
 
     async fn make(&self, pod: &Pod, vm: v1::Vm, sources: &Sources) -> Result<After, Error> {
-        let name = vm
-            .metadata
-            .as_ref()
-            .map(|metadata| metadata.name.clone())
-            .unwrap_or_default();
+        let name = name(&vm);
         let uid = pod.uid().unwrap_or_default();
-        let request = v1::CreateVmRequest {
-            vm: Some(vm),
-            start: true,
-            dry_run: false,
-            request_id: self.provisioner.creation_id(&uid),
-        };
-        match self.provisioner.ask_to_make(&uid, request).await {
-            Ok(vm) => {
+        match self.provisioner.make(&uid, vm, sources).await? {
+            Made::Vm(vm) => {
                 self.tell(
                     Some(pod),
                     EventType::Normal,
@@ -220,49 +206,19 @@ impl Worker {
                     &format!("vmmd runs it as VM {name}"),
                 )
                 .await;
-                Ok(After::Vm(Box::new(vm)))
+                Ok(After::Vm(vm))
             }
-            Err(status) if status.code() == Code::AlreadyExists => {
-                let (reason, message) = daemon::explain(&status);
-                match self.daemon.vm(&name).await? {
-                    Some(vm) if pod_uid(&vm) == Some(&uid) => Ok(After::Vm(Box::new(vm))),
-                    // That of an earlier run, which goes first, or somebody else's.
-                    Some(_) => {
-                        let message =
-                            format!("there is another VM {name} in vmmd: this one waits until that is gone");
-                        self.wait_for(pod, &[Lack::new("VmExists", message)]).await
-                    }
-                    // An agent before this one was refused with other values of Secrets, and has not told it: another run may have these.
-                    None if reason == "RequestIdReused" => self.give_up(pod, &reason, &message).await,
-                    // It has gone since. vmmd says the same to each repetition of a request that it has refused so.
-                    None => {
-                        self.provisioner.spend(&uid);
-                        Ok(After::Again(TAKEN))
-                    }
-                }
-            }
-            Err(status) if daemon::refused(&status) => {
-                let (reason, message) = daemon::explain(&status);
-                if reason == "ObjectGone" {
-                    return self.removed(pod).await;
-                }
-                let message = seed::as_given(message, sources);
-                self.give_up(pod, &reason, &message).await
-            }
-            Err(status) => Err(status.into()),
+            Made::Known(vm) => Ok(After::Vm(vm)),
+            Made::Lacks(lack) => self.wait_for(pod, &[lack]).await,
+            Made::Again(time) => Ok(After::Again(time)),
+            Made::Removed => self.removed(pod).await,
+            Made::Refused { reason, message } => self.give_up(pod, &reason, &message).await,
         }
     }
 
     async fn start(&self, uid: &str, vm: &v1::Vm) -> Result<After, Error> {
-        let request = v1::StartVmRequest {
-            name: name(vm),
-            no_wait: true,
-            preconditions: Some(same(vm)),
-            request_id: format!("kube-start-{uid}"),
-            ..v1::StartVmRequest::default()
-        };
-        let answer = within(CALL, self.daemon.vms.clone().start_vm(request)).await?;
-        Ok(answer.vm.map_or(After::Done, |vm| After::Vm(Box::new(vm))))
+        let vm = self.provisioner.start(uid, vm).await?;
+        Ok(vm.map_or(After::Done, |vm| After::Vm(Box::new(vm))))
     }
 
     async fn stop(&self, vm: &v1::Vm, grace: Duration) -> Result<After, Error> {
@@ -283,17 +239,8 @@ impl Worker {
 
     /// Takes the VM away, with its process when there is one.
     pub async fn remove(&self, vm: &v1::Vm) -> Result<After, Error> {
-        let request = v1::DeleteVmRequest {
-            name: name(vm),
-            force: true,
-            preconditions: Some(same(vm)),
-            ..v1::DeleteVmRequest::default()
-        };
-        match within(REMOVE, self.daemon.vms.clone().delete_vm(request)).await {
-            Ok(_) => Ok(After::NoVm),
-            Err(status) if status.code() == Code::NotFound => Ok(After::NoVm),
-            Err(status) => Err(status.into()),
-        }
+        self.provisioner.remove(vm).await?;
+        Ok(After::NoVm)
     }
 
     /// For a pod that gets no VM any more.
@@ -316,31 +263,6 @@ impl Worker {
         if let Err(error) = self.recorder.publish(&event, &pod.object_ref(&())).await {
             tracing::debug!("event {reason}: {error}");
         }
-    }
-}
-
-/// The pod that a VM was made for.
-pub fn pod_uid(vm: &v1::Vm) -> Option<&String> {
-    vm.metadata.as_ref()?.labels.get(names::POD_UID)
-}
-
-/// A VM's name.
-pub fn name(vm: &v1::Vm) -> String {
-    vm.metadata
-        .as_ref()
-        .map(|metadata| metadata.name.clone())
-        .unwrap_or_default()
-}
-
-/// Preconditions for exactly the VM that was seen, not for a later VM with the same name.
-pub fn same(vm: &v1::Vm) -> v1::Preconditions {
-    v1::Preconditions {
-        uid: vm
-            .metadata
-            .as_ref()
-            .map(|metadata| metadata.uid.clone())
-            .unwrap_or_default(),
-        generation: None,
     }
 }
 

@@ -19,6 +19,7 @@ use tonic::Status;
 use vmmd_api::v1::{self, RunPolicy, disk_spec};
 
 use self::images::Imports;
+pub use self::create::{Made, has_process, is_unstarted};
 use crate::{
     daemon::Daemon,
     names,

@@ -2,7 +2,10 @@ use kube::ResourceExt as _;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::placeholder::tests::{machine, settings};
+use crate::{
+    placeholder,
+    run::tests::{machine, settings},
+};
 
 const NOW: &str = "2026-01-02T03:04:05Z";
 
@@ -18,6 +21,7 @@ fn look(machine: &VirtualMachine, pod: Option<&Pod>, node: Option<&Node>) -> Act
         target: None,
         target_node: None,
         source: None,
+        launcher: false,
         now: now(),
     })
 }
@@ -32,7 +36,7 @@ fn with(policy: &str, status: Value) -> VirtualMachine {
 }
 
 fn run(uid: Option<&str>, end: Option<&str>, of: &VirtualMachine) -> Value {
-    let digest = Plan::of(of).unwrap().digest();
+    let digest = Plan::of(of, false).unwrap().digest();
     json!({"epoch": 3, "run": {"pod": "web-3", "podUid": uid, "digest": digest, "end": end}})
 }
 
@@ -43,7 +47,7 @@ fn in_run(policy: &str, uid: Option<&str>, end: Option<&str>) -> VirtualMachine 
 }
 
 fn pod_of(machine: &VirtualMachine, uid: &str, change: impl FnOnce(&mut Value)) -> Pod {
-    let plan = Plan::of(machine).unwrap();
+    let plan = Plan::of(machine, false).unwrap();
     let pod = placeholder::pod(machine, &plan, 3, &settings()).unwrap();
     let mut value = serde_json::to_value(pod).unwrap();
     value["metadata"]["uid"] = uid.into();
@@ -90,7 +94,7 @@ fn run_number_is_written_before_the_pod_and_the_pod_after() {
     let (machine, act) = settle(fresh, None, None);
     assert!(matches!(act, Act::CreatePod(_)), "{act:?}");
     let pod = {
-        let plan = Plan::of(&machine).unwrap();
+        let plan = Plan::of(&machine, false).unwrap();
         let mut pod = placeholder::pod(&machine, &plan, 1, &settings()).unwrap();
         pod.metadata.uid = Some("p-1".to_owned());
         pod
@@ -252,6 +256,7 @@ fn no_run_begins_before_the_old_pod_of_a_moved_vm_is_gone() {
             target: None,
             target_node: None,
             source,
+            launcher: false,
             now: now(),
         })
     };
@@ -338,6 +343,7 @@ fn times_of_conditions_stay_as_long_as_their_status_does() {
         target: None,
         target_node: None,
         source: None,
+        launcher: false,
         now: later,
     };
     assert_eq!(next(&seen), Act::Idle);
