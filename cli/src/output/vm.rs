@@ -104,6 +104,8 @@ pub fn attachment(nic: &v1::NicSpec) -> String {
         Some(v1::nic_spec::Attachment::Bridge(bridge)) => format!("bridge:{bridge}"),
         Some(v1::nic_spec::Attachment::Tap(tap)) => format!("tap:{tap}"),
         Some(v1::nic_spec::Attachment::Network(network)) => format!("network:{network}"),
+        Some(v1::nic_spec::Attachment::PodNetwork(pod)) if pod.interface.is_empty() => "pod-network".into(),
+        Some(v1::nic_spec::Attachment::PodNetwork(pod)) => format!("pod-network:{}", pod.interface),
         None => "none".into(),
     }
 }

@@ -345,7 +345,10 @@ fn source(found: &mut Violations, field: &str, disk: &v1::DiskSpec) -> Option<So
             Some(Source::Disk { name: name?, format })
         }
         Some(WireSource::PodVolume(_)) => {
-            found.add(format_args!("{field}.podVolume"), "is not supported by this daemon");
+            found.add(
+                format_args!("{field}.podVolume"),
+                "is not supported by this daemon",
+            );
             None
         }
         None if disk.cdrom => {

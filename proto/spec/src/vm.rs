@@ -740,7 +740,10 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
             })
         }
         Some(v1::nic_spec::Attachment::PodNetwork(_)) => {
-            found.add(format_args!("{field}.podNetwork"), "is not supported by this daemon");
+            found.add(
+                format_args!("{field}.podNetwork"),
+                "is not supported by this daemon",
+            );
             None
         }
         None => {

@@ -12,7 +12,7 @@ use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
 use rustix::fs::{FlockOperation, flock};
 
-use crate::{agent, run, sources::Allowed};
+use crate::{agent, pod_agent, run, sources::Allowed};
 
 /// Makes nodes with vmmd nodes of a Kubernetes cluster.
 #[derive(Debug, Parser)]
@@ -31,6 +31,8 @@ pub struct Arguments {
 pub enum Action {
     /// Make the vmmd of this machine a node
     Agent(AgentArguments),
+    /// Offer the vmmd of this machine to its kubelet, and create VMs for launcher pods
+    PodAgent(PodAgentArguments),
     /// Make pods for VirtualMachines
     Controller(ControllerArguments),
     /// Print the definition of VirtualMachine
@@ -88,6 +90,58 @@ pub struct AgentArguments {
         default_value = "/run/vmmd-kube/lock"
     )]
     pub lock_file: PathBuf,
+}
+
+/// Of the agent for launcher pods.
+#[derive(Debug, Args)]
+pub struct PodAgentArguments {
+    /// Name of the node
+    #[arg(long, value_name = "NAME", env = "VMMD_KUBE_NODE")]
+    pub node_name: String,
+    /// Socket of vmmd
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "VMMD_SOCKET",
+        default_value = "/run/vmmd/vmmd.sock"
+    )]
+    pub socket: PathBuf,
+    /// Directory on the host of vmmd's socket for launchers, `pods.socket` in its configuration
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "VMMD_KUBE_PODS_DIRECTORY",
+        default_value = "/run/vmmd/pod"
+    )]
+    pub pods_directory: String,
+    /// Directory of the kubelet for device plugins
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "VMMD_KUBE_DEVICE_PLUGIN_DIRECTORY",
+        default_value = "/var/lib/kubelet/device-plugins"
+    )]
+    pub device_plugin_directory: PathBuf,
+    /// Most VMs that the scheduler places here
+    #[arg(long, value_name = "NUMBER", default_value_t = 200, env = "VMMD_KUBE_MAX_VMS")]
+    pub max_vms: u32,
+    /// Serve metrics for Prometheus on this address, "127.0.0.1:9754" or another
+    #[arg(long, value_name = "ADDRESS", env = "VMMD_KUBE_METRICS")]
+    pub metrics: Option<SocketAddr>,
+}
+
+impl PodAgentArguments {
+    /// Settings of the agent.
+    pub fn settings(&self) -> pod_agent::Settings {
+        pod_agent::Settings {
+            node: self.node_name.clone(),
+            plugin: pod_agent::plugin::Settings {
+                directory: self.device_plugin_directory.clone(),
+                pods: self.pods_directory.clone(),
+                max_vms: self.max_vms,
+            },
+        }
+    }
 }
 
 /// Of the controller.

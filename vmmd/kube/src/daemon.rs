@@ -14,8 +14,7 @@ use vmmd_api::v1::{
     self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
     image_service_client::ImageServiceClient, migration_service_client::MigrationServiceClient,
     node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
-    pod_service_client::PodServiceClient,
-    vm_service_client::VmServiceClient,
+    pod_service_client::PodServiceClient, vm_service_client::VmServiceClient,
 };
 
 use crate::names;

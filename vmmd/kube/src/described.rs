@@ -45,4 +45,3 @@ pub async fn describe(daemon: Daemon, send: watch::Sender<Described>) {
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
 }
-

@@ -85,7 +85,11 @@ pub fn digest(manifest: &str, sources: Option<&str>) -> String {
 /// # Errors
 ///
 /// Returns all errors of the VM and its sources.
-pub fn vm(machine: &VirtualMachine, manifest: &Map<String, Value>, sources: &Sources) -> Result<v1::Vm, Invalid> {
+pub fn vm(
+    machine: &VirtualMachine,
+    manifest: &Map<String, Value>,
+    sources: &Sources,
+) -> Result<v1::Vm, Invalid> {
     let namespace = machine.namespace().unwrap_or_default();
     let uid = machine.uid().unwrap_or_default();
     let name = names::vm_name(&namespace, &machine.name_any(), &uid);

@@ -21,8 +21,8 @@ use vmmd_api::v1;
 
 use super::node::{self, Settings};
 use crate::{
-    described::{Described, describe},
     daemon::{CALL, Daemon, within},
+    described::{Described, describe},
     names,
 };
 

@@ -40,8 +40,7 @@ use crate::{
     backoff::{Watches, watching},
     clients::Clients,
     crd::{MigrationPhase, VirtualMachine},
-    metrics, names,
-    launcher, placeholder,
+    launcher, metrics, names, placeholder,
     run::{Plan, Settings},
     spec::Invalid,
 };

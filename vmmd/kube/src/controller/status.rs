@@ -112,7 +112,8 @@ pub fn of(
     let wish = seen.machine.annotations().get(names::MIGRATE);
     let refused = wish.filter(|wish| seen.launcher && Some(*wish) != old.migrate.as_ref());
     let refused = refused.map(|_| {
-        let message = "a VM in a launcher pod cannot be moved: delete the pod, and its next run may be elsewhere";
+        let message =
+            "a VM in a launcher pod cannot be moved: delete the pod, and its next run may be elsewhere";
         condition("Migrated", "False", NOT_SUPPORTED, message)
     });
     new.conditions = [valid, scheduled, ready]

@@ -87,7 +87,9 @@ fn of_node(field: &str) -> Invalid {
 /// Refuses fields that the agent sets.
 fn refuse_pod_fields(manifest: &Map<String, Value>) -> Result<(), Invalid> {
     if manifest.contains_key("pod") {
-        return Err(Invalid("spec.vm.pod: must be left out: the agent sets it".to_owned()));
+        return Err(Invalid(
+            "spec.vm.pod: must be left out: the agent sets it".to_owned(),
+        ));
     }
     for kind in ["disks", "shares"] {
         let items = manifest.get(kind).and_then(Value::as_array);
@@ -118,7 +120,10 @@ fn take_networks(manifest: &mut Map<String, Value>) -> Result<Vec<String>, Inval
         let Some(nic) = nic.as_object_mut() else {
             return Err(Invalid(format!("{field}: must be an object")));
         };
-        if ["bridge", "tap", "network"].iter().any(|key| nic.contains_key(*key)) {
+        if ["bridge", "tap", "network"]
+            .iter()
+            .any(|key| nic.contains_key(*key))
+        {
             return Err(of_node(&field));
         }
         let interface = match nic.remove("podNetwork") {
@@ -216,7 +221,8 @@ mod tests {
         let machine = machine(|value| {
             value["spec"]["vm"]["disks"] = json!([{"name": "root"}, {"name": "tmp"}]);
             value["spec"]["vm"]["shares"] = json!([{"name": "site"}]);
-            value["spec"]["vm"]["nics"] = json!([{"name": "a"}, {"name": "b", "podNetwork": {"interface": "net1"}}]);
+            value["spec"]["vm"]["nics"] =
+                json!([{"name": "a"}, {"name": "b", "podNetwork": {"interface": "net1"}}]);
             value["spec"]["volumes"] = json!([
                 {"name": "root", "persistentVolumeClaim": {"claimName": "web"}},
                 {"name": "site", "persistentVolumeClaim": {"claimName": "site", "readOnly": true}},
@@ -229,8 +235,15 @@ mod tests {
         assert_eq!(disks, [Some(disk_spec::Source::PodVolume("root".into())), None]);
         assert_eq!(spec.disks[0].format(), v1::DiskFormat::Raw);
         let share = &spec.shares[0];
-        assert_eq!((&*share.pod_volume, &*share.path, share.read_only), ("site", "", true));
-        let interfaces: Vec<_> = spec.nics.iter().map(|nic| nic.attachment.clone().unwrap()).collect();
+        assert_eq!(
+            (&*share.pod_volume, &*share.path, share.read_only),
+            ("site", "", true)
+        );
+        let interfaces: Vec<_> = spec
+            .nics
+            .iter()
+            .map(|nic| nic.attachment.clone().unwrap())
+            .collect();
         let of = |interface: &str| {
             Attachment::PodNetwork(v1::PodNetwork {
                 interface: interface.to_owned(),
@@ -244,25 +257,57 @@ mod tests {
         let spec = plan(&machine(|_| {})).unwrap().vm.spec.unwrap();
         assert_eq!(spec.nics.len(), 1);
         assert_eq!(spec.nics[0].name, "eth0");
-        assert!(matches!(&spec.nics[0].attachment, Some(Attachment::PodNetwork(_))));
+        assert!(matches!(
+            &spec.nics[0].attachment,
+            Some(Attachment::PodNetwork(_))
+        ));
     }
 
     #[test]
     fn things_of_a_node_are_refused_with_their_field() {
         type Change = fn(&mut Value);
         let table: [(Change, &str); 12] = [
-            (|vm| vm["boot"] = json!({"linux": {"kernel": "/srv/vmlinuz"}}), "spec.vm.boot.linux"),
-            (|vm| vm["stateDir"] = "/srv/state".into(), "spec.vm.stateDir"),
-            (|vm| vm["disks"][1] = json!({"name": "b", "path": "/dev/sda", "format": "raw"}), "spec.vm.disks[1]"),
-            (|vm| vm["disks"][1] = json!({"name": "b", "disk": "other"}), "spec.vm.disks[1]"),
-            (|vm| vm["disks"][1] = json!({"name": "b", "podVolume": "root"}), "spec.vm.disks[1].podVolume"),
-            (|vm| vm["shares"] = json!([{"name": "b", "path": "/etc"}]), "spec.vm.shares[0]"),
-            (|vm| vm["shares"] = json!([{"name": "b", "podVolume": "root"}]), "spec.vm.shares[0].podVolume"),
-            (|vm| vm["nics"] = json!([{"name": "a", "bridge": "pod"}]), "spec.vm.nics[0]"),
-            (|vm| vm["nics"] = json!([{"name": "a", "tap": "tap0"}]), "spec.vm.nics[0]"),
-            (|vm| vm["nics"] = json!([{"name": "a", "network": "vmmd0"}]), "spec.vm.nics[0]"),
             (
-                |vm| vm["nics"] = json!([{"name": "a", "publishedPorts": [{"nodePort": 22, "guestPort": 22}]}]),
+                |vm| vm["boot"] = json!({"linux": {"kernel": "/srv/vmlinuz"}}),
+                "spec.vm.boot.linux",
+            ),
+            (|vm| vm["stateDir"] = "/srv/state".into(), "spec.vm.stateDir"),
+            (
+                |vm| vm["disks"][1] = json!({"name": "b", "path": "/dev/sda", "format": "raw"}),
+                "spec.vm.disks[1]",
+            ),
+            (
+                |vm| vm["disks"][1] = json!({"name": "b", "disk": "other"}),
+                "spec.vm.disks[1]",
+            ),
+            (
+                |vm| vm["disks"][1] = json!({"name": "b", "podVolume": "root"}),
+                "spec.vm.disks[1].podVolume",
+            ),
+            (
+                |vm| vm["shares"] = json!([{"name": "b", "path": "/etc"}]),
+                "spec.vm.shares[0]",
+            ),
+            (
+                |vm| vm["shares"] = json!([{"name": "b", "podVolume": "root"}]),
+                "spec.vm.shares[0].podVolume",
+            ),
+            (
+                |vm| vm["nics"] = json!([{"name": "a", "bridge": "pod"}]),
+                "spec.vm.nics[0]",
+            ),
+            (
+                |vm| vm["nics"] = json!([{"name": "a", "tap": "tap0"}]),
+                "spec.vm.nics[0]",
+            ),
+            (
+                |vm| vm["nics"] = json!([{"name": "a", "network": "vmmd0"}]),
+                "spec.vm.nics[0]",
+            ),
+            (
+                |vm| {
+                    vm["nics"] = json!([{"name": "a", "publishedPorts": [{"nodePort": 22, "guestPort": 22}]}])
+                },
                 "spec.vm.nics[0].publishedPorts",
             ),
             (|vm| vm["pod"] = json!({"uid": "x"}), "spec.vm.pod"),
@@ -312,7 +357,10 @@ mod tests {
         });
         let spec = plan(&machine).unwrap().vm.spec.unwrap();
         let smbios = spec.smbios.unwrap();
-        assert_eq!((&*smbios.uuid, &*smbios.serial), ("6fd1bd2c-8a4e-4c39-9a6f-2c4f9c7a1b10", "S1"));
+        assert_eq!(
+            (&*smbios.uuid, &*smbios.serial),
+            ("6fd1bd2c-8a4e-4c39-9a6f-2c4f9c7a1b10", "S1")
+        );
         assert_eq!(spec.cloud_init.unwrap().instance_id, "first");
         assert_eq!(spec.nics[0].mac, "52:54:00:12:34:56");
     }
@@ -322,7 +370,10 @@ mod tests {
         let digest = |change: &dyn Fn(&mut Value)| plan(&machine(|value| change(value))).unwrap().digest();
         let same = digest(&|_| {});
         assert_eq!(same, digest(&|value| value["metadata"]["generation"] = 9.into()));
-        assert_ne!(same, digest(&|value| value["spec"]["vm"]["cpu"]["cores"] = 3.into()));
+        assert_ne!(
+            same,
+            digest(&|value| value["spec"]["vm"]["cpu"]["cores"] = 3.into())
+        );
         assert_ne!(
             same,
             digest(&|value| value["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] = "db".into())

@@ -37,18 +37,23 @@ pub fn is_launcher(pod: &Pod) -> bool {
 /// has rejected it, or all its containers have terminated and are not started again.
 pub fn is_gone(pod: &Pod) -> bool {
     let spec = pod.spec.as_ref();
-    let bound = spec.and_then(|spec| spec.node_name.as_deref()).unwrap_or_default();
+    let bound = spec
+        .and_then(|spec| spec.node_name.as_deref())
+        .unwrap_or_default();
     if bound.is_empty() {
         // The API server binds no pod that is being deleted.
         return pod.metadata.deletion_timestamp.is_some();
     }
     let status = pod.status.as_ref();
     let containers = spec.map_or(0, |spec| spec.containers.len());
-    let known = status.and_then(|status| status.container_statuses.as_deref()).unwrap_or_default();
+    let known = status
+        .and_then(|status| status.container_statuses.as_deref())
+        .unwrap_or_default();
     if status.is_some_and(is_rejected) && known.iter().all(|one| one.container_id.is_none()) {
         return true;
     }
-    let is_terminated = |state: Option<&ContainerState>| state.is_some_and(|state| state.terminated.is_some());
+    let is_terminated =
+        |state: Option<&ContainerState>| state.is_some_and(|state| state.terminated.is_some());
     let never = spec.and_then(|spec| spec.restart_policy.as_deref()) == Some("Never");
     never && known.len() >= containers && known.iter().all(|one| is_terminated(one.state.as_ref()))
 }
@@ -56,8 +61,7 @@ pub fn is_gone(pod: &Pod) -> bool {
 /// Whether the kubelet has refused to start the pod.
 fn is_rejected(status: &PodStatus) -> bool {
     let reason = status.reason.as_deref().unwrap_or_default();
-    status.phase.as_deref() == Some("Failed")
-        && (reason.starts_with("OutOf") || REJECTIONS.contains(&reason))
+    status.phase.as_deref() == Some("Failed") && (reason.starts_with("OutOf") || REJECTIONS.contains(&reason))
 }
 
 /// How the run of a pod has ended; `None` when it has not, or ends because of the deletion of the
@@ -128,19 +132,30 @@ pub fn phase(pod: &Pod) -> &'static str {
 /// Reason and message of a pod that is not ready, from the launcher's container.
 pub fn why(pod: &Pod) -> (String, String) {
     let status = pod.status.clone().unwrap_or_default();
-    let of_pod = (status.reason.unwrap_or_default(), status.message.unwrap_or_default());
-    let state = launcher(pod).and_then(|one| one.state.clone()).unwrap_or_default();
+    let of_pod = (
+        status.reason.unwrap_or_default(),
+        status.message.unwrap_or_default(),
+    );
+    let state = launcher(pod)
+        .and_then(|one| one.state.clone())
+        .unwrap_or_default();
     let (reason, message) = if let Some(ended) = &state.terminated {
         let message = ended.message.clone().unwrap_or_default();
         match word(ended) {
             Some(word) => (
                 word.to_owned(),
-                message[word.len()..].trim_start_matches(": ").trim_end().to_owned(),
+                message[word.len()..]
+                    .trim_start_matches(": ")
+                    .trim_end()
+                    .to_owned(),
             ),
             None => (ended.reason.clone().unwrap_or_default(), message),
         }
     } else if let Some(waits) = state.waiting {
-        (waits.reason.unwrap_or_default(), waits.message.unwrap_or_default())
+        (
+            waits.reason.unwrap_or_default(),
+            waits.message.unwrap_or_default(),
+        )
     } else {
         of_pod.clone()
     };
@@ -153,13 +168,20 @@ pub fn why(pod: &Pod) -> (String, String) {
 
 /// Why nothing is known of a pod; `None` while its kubelet reports.
 pub fn unreachable(pod: &Pod, now: Timestamp) -> Option<String> {
-    let node = pod.spec.as_ref()?.node_name.as_deref().filter(|name| !name.is_empty())?;
+    let node = pod
+        .spec
+        .as_ref()?
+        .node_name
+        .as_deref()
+        .filter(|name| !name.is_empty())?;
     if is_gone(pod) {
         return None;
     }
     let conditions = pod.status.as_ref()?.conditions.as_deref().unwrap_or_default();
     let is = |kind: &str, status: &str| {
-        conditions.iter().any(|one| one.type_ == kind && one.status == status)
+        conditions
+            .iter()
+            .any(|one| one.type_ == kind && one.status == status)
     };
     // The kubelet writes both. Kubernetes changes only the first one when a node does not report.
     let lost = is("Ready", "False") && is("ContainersReady", "True");
@@ -238,9 +260,22 @@ mod tests {
         type Change = fn(&mut Value);
         let table: [(&str, Value, Change, bool); 20] = [
             ("unbound", Value::Null, unbound, false),
-            ("unbound, deleted", Value::Null, |it| { unbound(it); deleted(it) }, true),
+            (
+                "unbound, deleted",
+                Value::Null,
+                |it| {
+                    unbound(it);
+                    deleted(it)
+                },
+                true,
+            ),
             ("bound", Value::Null, |_| {}, false),
-            ("bound, deleted, unseen by the kubelet", Value::Null, deleted, false),
+            (
+                "bound, deleted, unseen by the kubelet",
+                Value::Null,
+                deleted,
+                false,
+            ),
             ("bound, forced, unseen by the kubelet", Value::Null, forced, false),
             ("being created", waiting(), |_| {}, false),
             ("being created, deleted", waiting(), deleted, false),
@@ -248,15 +283,51 @@ mod tests {
             ("running", running(), |_| {}, false),
             ("running, deleted", running(), deleted, false),
             ("running, forced", running(), forced, false),
-            ("node lost, phase of the garbage collector", running(), |it| { forced(it); failed(it, "") }, false),
-            ("node lost before the first report", Value::Null, |it| { forced(it); failed(it, "") }, false),
+            (
+                "node lost, phase of the garbage collector",
+                running(),
+                |it| {
+                    forced(it);
+                    failed(it, "")
+                },
+                false,
+            ),
+            (
+                "node lost before the first report",
+                Value::Null,
+                |it| {
+                    forced(it);
+                    failed(it, "")
+                },
+                false,
+            ),
             ("evicted, not ended", running(), |it| failed(it, "Evicted"), false),
-            ("evicted, statuses lost", Value::Null, |it| failed(it, "Evicted"), false),
+            (
+                "evicted, statuses lost",
+                Value::Null,
+                |it| failed(it, "Evicted"),
+                false,
+            ),
             ("rejected", Value::Null, |it| failed(it, "OutOfvmmd.dev/vm"), true),
-            ("rejected by the device plugin", Value::Null, |it| failed(it, "UnexpectedAdmissionError"), true),
-            ("running, with the reason of a rejection", running(), |it| failed(it, "NodeAffinity"), false),
+            (
+                "rejected by the device plugin",
+                Value::Null,
+                |it| failed(it, "UnexpectedAdmissionError"),
+                true,
+            ),
+            (
+                "running, with the reason of a rejection",
+                running(),
+                |it| failed(it, "NodeAffinity"),
+                false,
+            ),
             ("terminated", ended(0, ""), |_| {}, true),
-            ("terminated, restarted by a policy", ended(0, ""), |it| it["spec"]["restartPolicy"] = "Always".into(), false),
+            (
+                "terminated, restarted by a policy",
+                ended(0, ""),
+                |it| it["spec"]["restartPolicy"] = "Always".into(),
+                false,
+            ),
         ];
         for (what, container, change, gone) in table {
             assert_eq!(is_gone(&pod(container, change)), gone, "{what}");
@@ -273,17 +344,62 @@ mod tests {
         type Change = fn(&mut Value);
         let table: [(&str, Value, Change, Option<&str>); 12] = [
             ("runs", running(), |_| {}, None),
-            ("powered off", ended(0, "GuestShutdown: the guest powered off"), |_| {}, Some("Succeeded")),
-            ("stopped in vmmd", ended(0, "Stopped: it was stopped"), |_| {}, Some(names::STOPPED)),
-            ("stopped by a deletion", ended(0, "Stopped: it was stopped"), deleted, None),
-            ("powered off before a deletion", ended(0, "GuestShutdown: off"), deleted, Some("Succeeded")),
+            (
+                "powered off",
+                ended(0, "GuestShutdown: the guest powered off"),
+                |_| {},
+                Some("Succeeded"),
+            ),
+            (
+                "stopped in vmmd",
+                ended(0, "Stopped: it was stopped"),
+                |_| {},
+                Some(names::STOPPED),
+            ),
+            (
+                "stopped by a deletion",
+                ended(0, "Stopped: it was stopped"),
+                deleted,
+                None,
+            ),
+            (
+                "powered off before a deletion",
+                ended(0, "GuestShutdown: off"),
+                deleted,
+                Some("Succeeded"),
+            ),
             ("killed by a deletion", ended(137, ""), deleted, None),
-            ("failed", ended(1, "GuestPanic: it panicked"), |_| {}, Some("Failed")),
-            ("refused", ended(1, "OldEpoch: there is a run 4"), |_| {}, Some("Failed")),
-            ("changed", ended(1, "SpecChanged: another spec"), |_| {}, Some("Replaced")),
+            (
+                "failed",
+                ended(1, "GuestPanic: it panicked"),
+                |_| {},
+                Some("Failed"),
+            ),
+            (
+                "refused",
+                ended(1, "OldEpoch: there is a run 4"),
+                |_| {},
+                Some("Failed"),
+            ),
+            (
+                "changed",
+                ended(1, "SpecChanged: another spec"),
+                |_| {},
+                Some("Replaced"),
+            ),
             ("killed", ended(137, ""), |_| {}, Some("Failed")),
-            ("rejected", Value::Null, |it| failed(it, "OutOfcpu"), Some("Failed")),
-            ("phase of the garbage collector", running(), |it| failed(it, ""), None),
+            (
+                "rejected",
+                Value::Null,
+                |it| failed(it, "OutOfcpu"),
+                Some("Failed"),
+            ),
+            (
+                "phase of the garbage collector",
+                running(),
+                |it| failed(it, ""),
+                None,
+            ),
         ];
         for (what, container, change, wanted) in table {
             assert_eq!(end(&pod(container, change), true).as_deref(), wanted, "{what}");
@@ -324,9 +440,15 @@ mod tests {
         assert_eq!(why(&pod(ended(1, text), |_| {})), wanted);
         let mut killed = ended(137, "no reason here");
         killed["state"]["terminated"]["reason"] = "OOMKilled".into();
-        assert_eq!(why(&pod(killed, |_| {})), ("OOMKilled".to_owned(), "no reason here".to_owned()));
+        assert_eq!(
+            why(&pod(killed, |_| {})),
+            ("OOMKilled".to_owned(), "no reason here".to_owned())
+        );
         let waits = state(&json!({"waiting": {"reason": "ErrImagePull", "message": "no such image"}}));
-        assert_eq!(why(&pod(waits, |_| {})), ("ErrImagePull".to_owned(), "no such image".to_owned()));
+        assert_eq!(
+            why(&pod(waits, |_| {})),
+            ("ErrImagePull".to_owned(), "no such image".to_owned())
+        );
         let rejected = pod(Value::Null, |it| {
             failed(it, "OutOfcpu");
             it["status"]["message"] = "full".into();
@@ -348,7 +470,9 @@ mod tests {
         let deleted = pod(running(), deleted);
         assert_eq!(unreachable(&deleted, now("2026-01-02T03:05:05Z")), None);
         assert!(unreachable(&deleted, now("2026-01-02T03:05:06Z")).is_some());
-        let over = pod(ended(0, ""), |it| it["status"]["conditions"] = conditions("False"));
+        let over = pod(ended(0, ""), |it| {
+            it["status"]["conditions"] = conditions("False")
+        });
         assert_eq!(unreachable(&over, now(NOW)), None);
     }
 }

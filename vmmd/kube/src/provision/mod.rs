@@ -18,8 +18,8 @@ use std::{
 use tonic::Status;
 use vmmd_api::v1::{self, RunPolicy, disk_spec};
 
-use self::images::Imports;
 pub use self::create::{Made, has_process, is_unstarted};
+use self::images::Imports;
 use crate::{
     daemon::Daemon,
     names,
@@ -99,11 +99,7 @@ pub trait Objects: Sync {
     /// # Errors
     ///
     /// A failure of the query. A missing object is a [`Lack`].
-    fn data(
-        &self,
-        kind: Kind,
-        name: &str,
-    ) -> impl Future<Output = Result<Result<Data, Lack>, Error>> + Send;
+    fn data(&self, kind: Kind, name: &str) -> impl Future<Output = Result<Result<Data, Lack>, Error>> + Send;
 }
 
 /// The pod of a run, as objects that were made for it name the pod.
