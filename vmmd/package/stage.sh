@@ -55,8 +55,8 @@ for example in "$here"/examples/*.yaml; do
     put 644 "$example" "usr/share/doc/vmmd/examples/${example##*/}"
 done
 # For a cluster whose nodes these are.
-for manifest in vmmd/kube/manifests/*.yaml; do
-    put 644 "$manifest" "usr/share/vmmd/kubernetes/${manifest##*/}"
+for manifest in vmmd/kube/manifests/*.yaml vmmd/kube/manifests/pods/*.yaml; do
+    put 644 "$manifest" "usr/share/vmmd/kubernetes/${manifest#vmmd/kube/manifests/}"
 done
 # What a client of the API is written with.
 for file in proto/vmmd/v1/*.proto proto/google/rpc/*.proto; do

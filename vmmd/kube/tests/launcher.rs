@@ -48,7 +48,12 @@ fn run_of_a_machine_is_a_vm_in_an_ordinary_pod() {
         spec["vm"]["cloudInit"] = json!({});
         spec["cloudInitFrom"] = json!({"passwordHash": {"secretKeyRef": {"name": "login", "key": "hash"}}});
     });
-    put(&cluster, "secrets", "login", json!({"data": {"hash": HASH_CODED}}));
+    put(
+        &cluster,
+        "secrets",
+        "login",
+        json!({"data": {"hash": HASH_CODED}}),
+    );
     cluster.run("web", 1, "n0");
     let vm = state.vms().remove(0);
     let metadata = vm.metadata.unwrap();
@@ -56,7 +61,10 @@ fn run_of_a_machine_is_a_vm_in_an_ordinary_pod() {
     assert_eq!(metadata.annotations["vmmd.dev/pod"], "shop/web-1");
     let spec = vm.spec.unwrap();
     assert_eq!(spec.pod.unwrap().uid, uid(&cluster, "web-1"));
-    assert!(matches!(&spec.nics[0].attachment, Some(Attachment::PodNetwork(_))));
+    assert!(matches!(
+        &spec.nics[0].attachment,
+        Some(Attachment::PodNetwork(_))
+    ));
     assert!(matches!(&spec.disks[0].source, Some(Source::Disk(_))));
     let seed = spec.cloud_init.unwrap();
     assert_eq!((&*seed.password_hash, &*seed.hostname), (HASH, "web"));
@@ -69,24 +77,34 @@ fn run_of_a_machine_is_a_vm_in_an_ordinary_pod() {
     let all = cluster.api.store(|store| store.log.clone());
     for (_, _, key, object) in all.iter().filter(|(_, _, key, _)| key.resource != "secrets") {
         let text = object.to_string();
-        assert!(!text.contains("aVerySecretHash") && !text.contains(HASH_CODED), "{key:?}: {text}");
+        assert!(
+            !text.contains("aVerySecretHash") && !text.contains(HASH_CODED),
+            "{key:?}: {text}"
+        );
     }
     // The guest powers off, and this policy begins another run: its own identity stays.
     let mac = spec.nics[0].mac.clone();
     state.end(&metadata.name, ExitReason::GuestShutdown);
     cluster.run("web", 2, "n0");
     assert_eq!(state.vms()[0].spec.as_ref().unwrap().nics[0].mac, mac);
-    wait("the disk of the first run is gone", || state.storage.disks().len() == 1);
+    wait("the disk of the first run is gone", || {
+        state.storage.disks().len() == 1
+    });
     // A stop in vmmd ends the runs.
     state.end(&metadata.name, ExitReason::Stopped);
     wait("stopped", || phase(&cluster, "web") == "Stopped");
     wait("nothing is left in vmmd", || {
         state.vms().is_empty() && state.storage.disks().is_empty()
     });
-    assert_eq!(ready(&cluster, "web"), ("False".into(), "Stopped".into(), "it ended".into()));
+    assert_eq!(
+        ready(&cluster, "web"),
+        ("False".into(), "Stopped".into(), "it ended".into())
+    );
     assert_eq!(cluster.machine("web")["status"]["run"]["end"], "StoppedByRequest");
     cluster.delete_machine("web");
-    wait("all is gone", || cluster.machine("web").is_null() && cluster.pods().is_empty());
+    wait("all is gone", || {
+        cluster.machine("web").is_null() && cluster.pods().is_empty()
+    });
     assert_eq!(cluster.ledger.epochs(), [1, 2]);
 }
 
@@ -121,7 +139,10 @@ fn lost_node_keeps_its_run_even_after_a_forced_deletion() {
         {"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"},
     ]}});
     let key = api::pod("shop", "web-1");
-    cluster.api.store(|store| store.patch(&key, "status", &lost)).unwrap();
+    cluster
+        .api
+        .store(|store| store.patch(&key, "status", &lost))
+        .unwrap();
     wait("unknown", || phase(&cluster, "web") == "Unknown");
     assert_eq!(ready(&cluster, "web").1, "NodeUnreachable");
     cluster.delete_pod("web-1", Some(0));
@@ -134,7 +155,13 @@ fn lost_node_keeps_its_run_even_after_a_forced_deletion() {
     assert!(cluster.pod("web-2").is_null());
     kubelet.away.store(false, std::sync::atomic::Ordering::SeqCst);
     wait("the next run", || cluster.pod("web-2").is_object());
-    assert!(cluster.vmmds[0].state.vms().iter().all(|vm| vm.status.as_ref().unwrap().instance.is_none()));
+    assert!(
+        cluster.vmmds[0]
+            .state
+            .vms()
+            .iter()
+            .all(|vm| vm.status.as_ref().unwrap().instance.is_none())
+    );
 }
 
 #[test]
@@ -151,9 +178,13 @@ fn pod_that_no_machine_names_gets_no_vm() {
         ..vmmd_api::v1::Pod::default()
     };
     cluster.create_launched("web", "always_on", |_| {});
-    let status = json!({"status": {"epoch": 2, "run": {"pod": "web-2", "podUid": "p-2", "digest": "x", "epoch": 2}}});
+    let status =
+        json!({"status": {"epoch": 2, "run": {"pod": "web-2", "podUid": "p-2", "digest": "x", "epoch": 2}}});
     let key = api::machine("shop", "web");
-    cluster.api.store(|store| store.patch(&key, "status", &status)).unwrap();
+    cluster
+        .api
+        .store(|store| store.patch(&key, "status", &status))
+        .unwrap();
     for (vm, run, uid, reason) in [
         ("none", 1, "p-0", "NoVirtualMachine"),
         ("web", 1, "p-1", "OldEpoch"),
@@ -161,7 +192,9 @@ fn pod_that_no_machine_names_gets_no_vm() {
         ("web", 2, "p-2", "SpecChanged"),
     ] {
         state.pods.connect(launcher(vm, run, uid));
-        wait(reason, || state.pods.report(uid).is_some_and(|report| report.1 == reason));
+        wait(reason, || {
+            state.pods.report(uid).is_some_and(|report| report.1 == reason)
+        });
         assert_eq!(state.pods.reports(uid).len(), 1);
         state.pods.disconnect(uid);
     }
@@ -255,7 +288,10 @@ fn image_is_imported_with_the_passwords_of_the_pod() {
     assert!(cluster.bind("web-1", "n0"));
     let pod = uid(&cluster, "web-1");
     wait("it waits", || {
-        state.pods.report(&pod).is_some_and(|report| report.1 == "ImportingImage")
+        state
+            .pods
+            .report(&pod)
+            .is_some_and(|report| report.1 == "ImportingImage")
     });
     assert_eq!(phase(&cluster, "web"), "Starting");
     let source = state.storage.images()[0].spec.clone().unwrap().source.unwrap();
@@ -272,7 +308,12 @@ fn claims_are_volumes_of_the_pod_by_their_mode() {
     let cluster = Cluster::start(1);
     let (_controller, _agent) = (cluster.launcher_controller(), cluster.pod_agent(0));
     let _kubelet = cluster.kubelet(0);
-    put(&cluster, "persistentvolumeclaims", "data", json!({"spec": {"volumeMode": "Block"}}));
+    put(
+        &cluster,
+        "persistentvolumeclaims",
+        "data",
+        json!({"spec": {"volumeMode": "Block"}}),
+    );
     cluster.create_launched("web", "always_on", |spec| {
         spec["vm"]["disks"] = json!([{"name": "root"}, {"name": "data"}]);
         spec["vm"]["shares"] = json!([{"name": "site"}]);
@@ -299,9 +340,19 @@ fn claims_are_volumes_of_the_pod_by_their_mode() {
     let devices = json!([{"name": "data", "devicePath": "/vmmd/devices/data"}]);
     assert_eq!(container["volumeDevices"], devices);
     let spec = cluster.vmmds[0].state.vms()[0].spec.clone().unwrap();
-    let sources: Vec<_> = spec.disks.iter().map(|disk| disk.source.clone().unwrap()).collect();
-    assert_eq!(sources, ["root", "data"].map(|name| Source::PodVolume(name.to_owned())));
-    assert_eq!((&*spec.shares[0].pod_volume, spec.shares[0].read_only), ("site", true));
+    let sources: Vec<_> = spec
+        .disks
+        .iter()
+        .map(|disk| disk.source.clone().unwrap())
+        .collect();
+    assert_eq!(
+        sources,
+        ["root", "data"].map(|name| Source::PodVolume(name.to_owned()))
+    );
+    assert_eq!(
+        (&*spec.shares[0].pod_volume, spec.shares[0].read_only),
+        ("site", true)
+    );
 }
 
 #[test]
@@ -348,7 +399,9 @@ fn vm_stays_over_a_restart_of_vmmd_and_ends_with_its_launcher() {
     assert_eq!(state.calls().len(), calls);
     // The launcher has died meanwhile.
     state.end(&vm_name(&cluster), ExitReason::Killed);
-    wait("the VM is gone", || state.vms().is_empty() && state.storage.disks().is_empty());
+    wait("the VM is gone", || {
+        state.vms().is_empty() && state.storage.disks().is_empty()
+    });
     assert_eq!(cluster.ledger.epochs(), [1]);
 }
 

@@ -71,7 +71,9 @@ impl Registry {
     /// Resources and sockets that were registered.
     fn registered(&self) -> Vec<(String, String)> {
         let requests = lock(&self.requests);
-        let all = requests.iter().map(|one| (one.resource_name.clone(), one.endpoint.clone()));
+        let all = requests
+            .iter()
+            .map(|one| (one.resource_name.clone(), one.endpoint.clone()));
         all.collect()
     }
 
@@ -127,14 +129,22 @@ fn kubelet_gets_places_that_lead_to_vmmd() {
             devices_i_ds: vec!["0".to_owned()],
         }],
     };
-    let answer = kubelet.runtime.block_on(client.allocate(request.clone())).unwrap().into_inner();
+    let answer = kubelet
+        .runtime
+        .block_on(client.allocate(request.clone()))
+        .unwrap()
+        .into_inner();
     let mount = &answer.container_responses[0].mounts[0];
     assert_eq!(
         (&*mount.container_path, &*mount.host_path, mount.read_only),
         ("/run/vmmd-pod", "/run/vmmd/pod", true)
     );
     let mut client = kubelet.client("vmmd.dev/cpu-x86-64-v2");
-    let answer = kubelet.runtime.block_on(client.allocate(request)).unwrap().into_inner();
+    let answer = kubelet
+        .runtime
+        .block_on(client.allocate(request))
+        .unwrap()
+        .into_inner();
     assert!(answer.container_responses[0].mounts.is_empty());
 }
 
@@ -168,7 +178,9 @@ fn resources_are_registered_again_with_a_new_kubelet() {
         let kubelet = Registry::start(&folder);
         wait("all resources", || {
             let registered = kubelet.registered();
-            registered.iter().any(|(name, _)| name == "vmmd.dev/cpu-x86-64-v4")
+            registered
+                .iter()
+                .any(|(name, _)| name == "vmmd.dev/cpu-x86-64-v4")
         });
         wait("the socket", || folder.join("vmmd.dev-vm.sock").exists());
         kubelet.until("vmmd.dev/vm", all_are("Healthy"));

@@ -6,7 +6,9 @@ use serde_json::Value;
 
 /// Group, resource and verb of each rule of a kind in a manifest of that name.
 fn rules(file: &str, kind: &str) -> BTreeSet<String> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/pods").join(file);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("manifests/pods")
+        .join(file);
     let text = fs::read_to_string(path).unwrap();
     let documents = text.split("\n---\n");
     let documents = documents.map(|one| serde_saphyr::from_str::<Value>(one).unwrap());
@@ -15,7 +17,8 @@ fn rules(file: &str, kind: &str) -> BTreeSet<String> {
         for rule in document["rules"].as_array().unwrap() {
             let texts = |name: &str| {
                 let all = rule[name].as_array().unwrap().iter();
-                all.map(|one| one.as_str().unwrap().to_owned()).collect::<Vec<_>>()
+                all.map(|one| one.as_str().unwrap().to_owned())
+                    .collect::<Vec<_>>()
             };
             for group in texts("apiGroups") {
                 for resource in texts("resources") {

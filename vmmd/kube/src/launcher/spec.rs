@@ -30,10 +30,12 @@ pub fn plan(machine: &VirtualMachine) -> Result<Plan, Invalid> {
     refuse_pod_fields(&manifest)?;
     let networks = take_networks(&mut manifest)?;
     let mut vm = run::vm(machine, &manifest, &sources)?;
-    if let Some(field) = sources::of_node(&vm, &networks_only()) {
+    // Its NICs have stand-ins.
+    let nics = vm.spec.as_mut().map(|spec| std::mem::take(&mut spec.nics));
+    if let Some(field) = sources::of_node(&vm, &Allowed::default()) {
         return Err(of_node(&field));
     }
-    connect(&mut vm, &networks);
+    connect(&mut vm, nics.unwrap_or_default(), &networks);
     join(&mut vm, &sources);
     identify(&mut vm, &machine.uid().unwrap_or_default());
     let manifest = serde_json::to_string(&machine.spec.vm).map_err(|error| Invalid(error.to_string()))?;
@@ -68,13 +70,6 @@ pub fn closed(vm: &v1::Vm, sources: &Sources) -> v1::Vm {
         spec.pod = None;
     }
     vm
-}
-
-fn networks_only() -> Allowed {
-    Allowed {
-        everything: false,
-        ports: None,
-    }
 }
 
 fn of_node(field: &str) -> Invalid {
@@ -136,13 +131,15 @@ fn take_networks(manifest: &mut Map<String, Value>) -> Result<Vec<String>, Inval
     Ok(interfaces)
 }
 
-/// Connects the NICs to the pod's network.
-fn connect(vm: &mut v1::Vm, interfaces: &[String]) {
-    let nics = vm.spec.iter_mut().flat_map(|spec| &mut spec.nics);
-    for (nic, interface) in nics.zip(interfaces) {
+/// Gives the VM these NICs, connected to the pod's network.
+fn connect(vm: &mut v1::Vm, mut nics: Vec<v1::NicSpec>, interfaces: &[String]) {
+    for (nic, interface) in nics.iter_mut().zip(interfaces) {
         nic.attachment = Some(Attachment::PodNetwork(v1::PodNetwork {
             interface: interface.clone(),
         }));
+    }
+    if let Some(spec) = &mut vm.spec {
+        spec.nics = nics;
     }
 }
 

@@ -18,7 +18,10 @@ mod work;
 
 use std::{
     collections::{HashMap, HashSet},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -95,10 +98,18 @@ struct Entry {
     clean: bool,
     /// Failures of steps in a row.
     failures: u32,
-    /// The step that is carried out, or waits for its repetition.
-    task: Option<(Step, AbortHandle)>,
+    /// The step that is carried out, or waits for its time.
+    task: Option<Task>,
     /// The watch has shown the VM since the step began: the answer of the step about it is older.
     heard: bool,
+}
+
+/// A step in progress.
+struct Task {
+    step: Step,
+    handle: AbortHandle,
+    /// Its time has come.
+    begun: Arc<AtomicBool>,
 }
 
 /// Reason for the end of a wait of the loop.
@@ -260,12 +271,15 @@ impl Agent {
             refused: entry.refused,
             clean: entry.clean,
         });
-        if let Some((running, handle)) = &entry.task {
-            // All others end on their own.
-            if *running == step || *running != Step::Admit {
+        if let Some(task) = &entry.task {
+            // A step that waits is not needed any more. One that has begun ends on its own, except
+            // the admission of a pod whose launcher has gone.
+            let waits = !task.begun.load(Ordering::SeqCst);
+            let needless = waits || task.step == Step::Admit && entry.pod.is_none();
+            if task.step == step || !needless {
                 return;
             }
-            handle.abort();
+            task.handle.abort();
             entry.task = None;
         }
         match step {
@@ -293,8 +307,11 @@ impl Agent {
         entry.heard = false;
         let (worker, pod, vm) = (self.worker.clone(), entry.pod.clone(), entry.vm.clone());
         let name = uid.to_owned();
+        let begun = Arc::<AtomicBool>::default();
+        let begins = begun.clone();
         let handle = self.tasks.spawn(async move {
             tokio::time::sleep(wait).await;
+            begins.store(true, Ordering::SeqCst);
             let result = worker.carry_out(step, &name, pod.as_deref(), vm.as_deref()).await;
             Done {
                 uid: name,
@@ -302,7 +319,7 @@ impl Agent {
                 result,
             }
         });
-        entry.task = Some((step, handle));
+        entry.task = Some(Task { step, handle, begun });
     }
 
     fn after(&mut self, done: Done) {
@@ -387,19 +404,11 @@ fn connect(entry: &mut Entry, pod: Arc<v1::Pod>) {
     entry.clean = false;
     entry.returns_until = None;
     entry.pod = Some(pod);
-    // The task is for the description of the earlier connection.
-    if let Some((Step::Admit, handle)) = &entry.task {
-        handle.abort();
-        entry.task = None;
-    }
-    // A removal that waits for the end of the time to connect again.
-    abort_removal(entry);
-}
-
-fn abort_removal(entry: &mut Entry) {
-    if let Some((Step::Remove | Step::Clean, handle)) = &entry.task {
-        handle.abort();
-        entry.task = None;
+    // An admission is that of the earlier connection. A removal waits for the end of the time to
+    // connect again, and is not needed.
+    let waits = |task: &Task| !task.begun.load(Ordering::SeqCst);
+    if let Some(task) = entry.task.take_if(|task| task.step == Step::Admit || waits(task)) {
+        task.handle.abort();
     }
 }
 

@@ -234,9 +234,17 @@ impl Node {
         let mut files = Vec::new();
         for volume in pod["spec"]["volumes"].as_array().into_iter().flatten() {
             let (resource, object, items) = if volume["secret"].is_object() {
-                ("secrets", &volume["secret"]["secretName"], &volume["secret"]["items"])
+                (
+                    "secrets",
+                    &volume["secret"]["secretName"],
+                    &volume["secret"]["items"],
+                )
             } else if volume["configMap"].is_object() {
-                ("configmaps", &volume["configMap"]["name"], &volume["configMap"]["items"])
+                (
+                    "configmaps",
+                    &volume["configMap"]["name"],
+                    &volume["configMap"]["items"],
+                )
             } else {
                 continue;
             };

@@ -135,7 +135,12 @@ impl Cluster {
     /// A controller that makes launcher pods.
     pub fn launcher_controller(&self) -> Program {
         let mut command = self.command();
-        command.args(["controller", "--no-leader-election", "--launcher-image", "vmmd-pod:test"]);
+        command.args([
+            "controller",
+            "--no-leader-election",
+            "--launcher-image",
+            "vmmd-pod:test",
+        ]);
         Program(command.spawn().unwrap())
     }
 

@@ -9,9 +9,7 @@ use tokio::sync::broadcast;
 use tokio_stream::{StreamExt as _, wrappers::BroadcastStream};
 use tonic::{Code, Request, Response, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
-use vmmd_api::v1::{
-    self, PodReport, pod_service_server::PodService, watch_pods_response::Change,
-};
+use vmmd_api::v1::{self, PodReport, pod_service_server::PodService, watch_pods_response::Change};
 
 use super::vmmd::{Answer, Events, State, lock};
 
@@ -62,7 +60,9 @@ impl Pods {
     /// All reports to the launcher of this pod.
     pub fn reports(&self, uid: &str) -> Vec<Report> {
         let kept = lock(&self.kept);
-        kept.get(uid).map(|launcher| launcher.reports.clone()).unwrap_or_default()
+        kept.get(uid)
+            .map(|launcher| launcher.reports.clone())
+            .unwrap_or_default()
     }
 
     /// The launcher dies, or ends.
@@ -95,24 +95,26 @@ impl PodService for State {
         let pods = kept.values().map(|launcher| bare(launcher.pod.clone())).collect();
         let first = tokio_stream::iter([Change::All(v1::PodSet { pods })]);
         let all = first.chain(changes.filter_map(Result::ok));
-        let all = all.map(|change| {
-            Ok(v1::WatchPodsResponse {
-                change: Some(change),
-            })
-        });
+        let all = all.map(|change| Ok(v1::WatchPodsResponse { change: Some(change) }));
         Ok(Response::new(Box::pin(all)))
     }
 
     async fn get_pod(&self, request: Request<v1::GetPodRequest>) -> Answer<v1::GetPodResponse> {
         let kept = lock(&self.pods.kept);
-        let found = kept.get(&request.get_ref().uid).map(|launcher| launcher.pod.clone());
+        let found = kept
+            .get(&request.get_ref().uid)
+            .map(|launcher| launcher.pod.clone());
         let pod = found.ok_or_else(|| Status::not_found("there is none"))?;
         Ok(Response::new(v1::GetPodResponse { pod: Some(pod) }))
     }
 
     async fn report_pod(&self, request: Request<v1::ReportPodRequest>) -> Answer<v1::ReportPodResponse> {
         let request = request.into_inner();
-        self.called(format!("report {} {}", request.report().as_str_name(), request.reason));
+        self.called(format!(
+            "report {} {}",
+            request.report().as_str_name(),
+            request.reason
+        ));
         let mut kept = lock(&self.pods.kept);
         let launcher = kept
             .get_mut(&request.uid)

@@ -125,10 +125,17 @@ pub async fn run(daemon: Daemon, settings: Settings) {
     let (send, described) = watch::channel(Described::NotYet);
     let mut parts = JoinSet::new();
     parts.spawn(describe(daemon, send));
+    let mut last = String::new();
     loop {
-        if let Err(error) = offer(&settings, &described).await {
+        let error = match offer(&settings, &described).await {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        };
+        // A node may have no kubelet for long.
+        if !error.is_empty() && error != last {
             tracing::warn!("device plugin in {}: {error}", settings.directory.display());
         }
+        last = error;
         tokio::time::sleep(RETRY).await;
     }
 }
