@@ -6,6 +6,7 @@ use std::{
     net::{IpAddr, SocketAddr, UdpSocket},
     ops::RangeInclusive,
     path::PathBuf,
+    time::Duration,
 };
 
 use anyhow::Context as _;
@@ -125,6 +126,10 @@ pub struct PodAgentArguments {
     /// Most VMs that the scheduler places here
     #[arg(long, value_name = "NUMBER", default_value_t = 200, env = "VMMD_KUBE_MAX_VMS")]
     pub max_vms: u32,
+    /// Time in seconds in which launchers connect again after a restart of vmmd or of this agent;
+    /// stopped VMs whose launchers do not are deleted afterwards
+    #[arg(long, value_name = "SECONDS", default_value_t = 15)]
+    pub reconnect_seconds: u32,
     /// Serve metrics for Prometheus on this address, "127.0.0.1:9754" or another
     #[arg(long, value_name = "ADDRESS", env = "VMMD_KUBE_METRICS")]
     pub metrics: Option<SocketAddr>,
@@ -135,6 +140,7 @@ impl PodAgentArguments {
     pub fn settings(&self) -> pod_agent::Settings {
         pod_agent::Settings {
             node: self.node_name.clone(),
+            reconnect: Duration::from_secs(self.reconnect_seconds.into()),
             plugin: pod_agent::plugin::Settings {
                 directory: self.device_plugin_directory.clone(),
                 pods: self.pods_directory.clone(),

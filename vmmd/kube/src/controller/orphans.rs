@@ -185,6 +185,32 @@ mod tests {
     }
 
     #[test]
+    fn deleted_launcher_pod_is_released_when_its_container_has_ended() {
+        let running = json!({"running": {}});
+        let ended = json!({"terminated": {"exitCode": 137}});
+        let table = [
+            (true, &ended, true),
+            (true, &running, false),
+            (false, &ended, false),
+        ];
+        for (deleted, state, orphan) in table {
+            let pod: Pod = serde_json::from_value(json!({
+                "metadata": {
+                    "deletionTimestamp": deleted.then_some("2026-01-02T03:04:05Z"),
+                    "deletionGracePeriodSeconds": 0,
+                    "finalizers": [names::VM_GONE],
+                },
+                "spec": {"containers": [{"name": "vm"}], "nodeName": "n1", "restartPolicy": "Never"},
+                "status": {"containerStatuses": [{
+                    "name": "vm", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state,
+                }]},
+            }))
+            .unwrap();
+            assert_eq!(is_orphan(&pod), orphan, "{deleted} {state}");
+        }
+    }
+
+    #[test]
     fn only_pods_of_runs_that_are_over_are_stale() {
         let at = |epoch: i64, uid: Option<&str>| {
             machine(|value| value["status"] = json!({"epoch": epoch, "run": {"pod": "web-3", "podUid": uid}}))

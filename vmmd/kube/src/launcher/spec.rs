@@ -270,15 +270,18 @@ mod tests {
             ),
             (|vm| vm["stateDir"] = "/srv/state".into(), "spec.vm.stateDir"),
             (
-                |vm| vm["disks"][1] = json!({"name": "b", "path": "/dev/sda", "format": "raw"}),
+                |vm| {
+                    vm["disks"] =
+                        json!([{"name": "root"}, {"name": "b", "path": "/dev/sda", "format": "raw"}])
+                },
                 "spec.vm.disks[1]",
             ),
             (
-                |vm| vm["disks"][1] = json!({"name": "b", "disk": "other"}),
+                |vm| vm["disks"] = json!([{"name": "root"}, {"name": "b", "disk": "other"}]),
                 "spec.vm.disks[1]",
             ),
             (
-                |vm| vm["disks"][1] = json!({"name": "b", "podVolume": "root"}),
+                |vm| vm["disks"] = json!([{"name": "root"}, {"name": "b", "podVolume": "root"}]),
                 "spec.vm.disks[1].podVolume",
             ),
             (
@@ -329,19 +332,16 @@ mod tests {
         let one = with("u-1");
         assert_eq!(one, with("u-1"));
         let id = one.smbios.as_ref().unwrap().uuid.clone();
-        assert_eq!(id, one.cloud_init.unwrap().instance_id);
+        assert_eq!(id, one.cloud_init.as_ref().unwrap().instance_id);
         // Any change changes the identity of existing VMs.
-        assert_eq!(id, "bf3c6b6c-0000-8000-8000-000000000000");
+        assert_eq!(id, "f5714692-84e8-81d2-9781-4761e5859626");
         let mac = |spec: &v1::VmSpec, index: usize| spec.nics[index].mac.clone();
         let first = u8::from_str_radix(&one.nics[0].mac[..2], 16).unwrap();
         assert_eq!(first & 0b11, 0b10, "{}", one.nics[0].mac);
         let other = with("u-2");
-        assert_ne!(mac(&one_again(), 0), mac(&other, 0));
-        assert_ne!(one.nics[0].mac, one.nics[1].mac);
+        assert_ne!(mac(&one, 0), mac(&other, 0));
+        assert_ne!(mac(&one, 0), mac(&one, 1));
         assert_ne!(id, other.smbios.unwrap().uuid);
-        fn one_again() -> v1::VmSpec {
-            plan(&machine(|_| {})).unwrap().vm.spec.unwrap()
-        }
     }
 
     #[test]

@@ -119,7 +119,8 @@ pub fn phase(pod: &Pod) -> &'static str {
     if bound.unwrap_or_default().is_empty() {
         return "Scheduling";
     }
-    if pod.status.as_ref().and_then(|status| status.phase.as_deref()) == Some("Failed") {
+    if is_gone(pod) {
+        // The kubelet has rejected it.
         return "Failed";
     }
     // The startup probe succeeds when the VM runs.

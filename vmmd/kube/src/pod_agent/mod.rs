@@ -50,14 +50,13 @@ use crate::{
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 /// Longest wait.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
-/// Time in which a launcher connects again after vmmd was not reachable.
-const RECONNECT: Duration = Duration::from_secs(15);
-
 /// Settings of the agent.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Name of the Kubernetes node.
     pub node: String,
+    /// Time in which a launcher connects again after vmmd was not reachable.
+    pub reconnect: Duration,
     /// What the kubelet is offered.
     pub plugin: plugin::Settings,
 }
@@ -78,7 +77,7 @@ pub async fn run(clients: Clients, daemon: Daemon, settings: Settings) {
     tasks.spawn(watch::pods(daemon.clone(), news.clone()));
     tasks.spawn(vms::watch(daemon, news));
     tokio::select! {
-        () = Agent::new(worker).work(received) => {}
+        () = Agent::new(worker, settings.reconnect).work(received) => {}
         Some(result) = tasks.join_next() => tracing::error!("a part of the agent has ended: {result:?}"),
     }
 }
@@ -121,6 +120,7 @@ struct Done {
 
 struct Agent {
     worker: Worker,
+    reconnect: Duration,
     /// By uid of the pod.
     entries: HashMap<String, Entry>,
     pods_known: bool,
@@ -130,9 +130,10 @@ struct Agent {
 }
 
 impl Agent {
-    fn new(worker: Worker) -> Self {
+    fn new(worker: Worker, reconnect: Duration) -> Self {
         Self {
             worker,
+            reconnect,
             entries: HashMap::new(),
             pods_known: false,
             vms_known: false,
@@ -183,7 +184,7 @@ impl Agent {
                     match known.remove(uid) {
                         Some(pod) => connect(entry, pod),
                         // vmmd, or this agent, has started: launchers connect again.
-                        None => disconnect(entry, Instant::now() + RECONNECT),
+                        None => disconnect(entry, Instant::now() + self.reconnect),
                     }
                 }
                 self.pods_known = true;
@@ -207,7 +208,7 @@ impl Agent {
                     .collect();
                 for uid in known.keys() {
                     self.entries.entry(uid.clone()).or_insert_with(|| Entry {
-                        returns_until: Some(Instant::now() + RECONNECT),
+                        returns_until: Some(Instant::now() + self.reconnect),
                         ..Entry::default()
                     });
                 }
@@ -388,7 +389,7 @@ impl Agent {
         for uid in owners {
             if !self.entries.contains_key(&uid) {
                 let entry = Entry {
-                    returns_until: Some(Instant::now() + RECONNECT),
+                    returns_until: Some(Instant::now() + self.reconnect),
                     ..Entry::default()
                 };
                 self.entries.insert(uid.clone(), entry);

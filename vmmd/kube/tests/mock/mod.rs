@@ -118,7 +118,15 @@ impl Cluster {
         let vmmd = &self.vmmds[node];
         let mut command = self.command();
         command
-            .args(["pod-agent", "--pods-directory", "/run/vmmd/pod", "--max-vms", "3"])
+            .args([
+                "pod-agent",
+                "--pods-directory",
+                "/run/vmmd/pod",
+                "--max-vms",
+                "3",
+                "--reconnect-seconds",
+                "1",
+            ])
             .arg(format!("--node-name=n{node}"))
             .arg("--socket")
             .arg(&vmmd.socket)

@@ -394,3 +394,94 @@ fn a_vm_that_waits_for_its_next_start_does_not_run() {
     let (machine, _) = settle(machine, Some(&pod), Some(&node("True")));
     assert_eq!(machine.status.unwrap().phase, "Restarting");
 }
+
+#[test]
+fn no_run_begins_while_a_launcher_pod_exists() {
+    let launched = |status: Value| {
+        machine(|value| {
+            value["metadata"]["finalizers"] = json!([names::POD_GONE]);
+            value["spec"]["vm"]["boot"] = json!({"fromDisk": {}});
+            value["spec"]["vm"]["disks"] = json!([{"name": "root"}]);
+            value["spec"]["vm"]["runPolicy"] = "always_on".into();
+            value["spec"]["volumes"] = json!([{"name": "root", "emptyDisk": {"size": "1Gi"}}]);
+            value["status"] = status;
+        })
+    };
+    let look = |machine: &VirtualMachine, pod: Option<&Pod>| {
+        next(&Seen {
+            machine,
+            pod,
+            node: None,
+            target: None,
+            target_node: None,
+            source: None,
+            launcher: true,
+            now: now(),
+        })
+    };
+    let digest = Plan::of(&launched(json!({})), true).unwrap().digest();
+    let run = json!({"epoch": 3, "run": {"pod": "web-3", "podUid": "p-3", "digest": digest, "epoch": 3}});
+    let container = |state: Value| json!([{"name": "vm", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state}]);
+    type Change = Box<dyn Fn(&mut Value)>;
+    let states = |value: Value| -> Change {
+        Box::new(move |pod| pod["status"]["containerStatuses"] = container(value.clone()))
+    };
+    let unbound: Change = Box::new(|pod| pod["spec"]["nodeName"] = Value::Null);
+    let lost: Change = Box::new(|pod| pod["status"]["phase"] = "Failed".into());
+    let table = [
+        ("unbound", unbound),
+        ("bound", Box::new(|_| {})),
+        (
+            "created",
+            states(json!({"waiting": {"reason": "ContainerCreating"}})),
+        ),
+        ("running", states(json!({"running": {}}))),
+        (
+            "ended",
+            states(json!({"terminated": {"exitCode": 0, "message": "GuestShutdown: off"}})),
+        ),
+        (
+            "failed",
+            states(json!({"terminated": {"exitCode": 1, "message": "GuestPanic: it panicked"}})),
+        ),
+        ("lost", lost),
+    ];
+    for (what, change) in &table {
+        for deletion in [None, Some(30), Some(0)] {
+            let mut machine = launched(run.clone());
+            let plan = Plan::of(&machine, true).unwrap();
+            let modes = crate::launcher::Modes::new();
+            let pod = crate::launcher::pod(&machine, &plan, 3, &settings(), &modes).unwrap();
+            let mut pod = serde_json::to_value(pod).unwrap();
+            pod["metadata"]["uid"] = "p-3".into();
+            pod["spec"]["nodeName"] = "n1".into();
+            pod["status"] = json!({"phase": "Running"});
+            change(&mut pod);
+            if let Some(grace) = deletion {
+                pod["metadata"]["deletionTimestamp"] = NOW.into();
+                pod["metadata"]["deletionGracePeriodSeconds"] = grace.into();
+            }
+            let pod: Pod = serde_json::from_value(pod).unwrap();
+            let act = loop {
+                match look(&machine, Some(&pod)) {
+                    Act::Write(status) => machine.status = Some(*status),
+                    act => break act,
+                }
+            };
+            let status = machine.status.as_ref().unwrap();
+            assert_eq!(status.epoch, 3, "{what} {deletion:?}");
+            // A pod whose guest has powered off makes room for the next run.
+            let wanted = match (*what, deletion) {
+                ("ended", None) => deletes("p-3"),
+                ("failed", None) => Act::Wait(SignedDuration::from_secs(10)),
+                _ => Act::Idle,
+            };
+            assert_eq!(act, wanted, "{what} {deletion:?}");
+        }
+    }
+    // When the API server has no pod any more, the next run begins.
+    let Act::Write(status) = look(&launched(run), None) else {
+        panic!("no run");
+    };
+    assert_eq!(status.epoch, 4);
+}
