@@ -93,7 +93,7 @@ pub struct AgentArguments {
     pub lock_file: PathBuf,
 }
 
-/// Of the agent for launcher pods.
+/// Options of the agent for launcher pods.
 #[derive(Debug, Args)]
 pub struct PodAgentArguments {
     /// Name of the node

@@ -338,4 +338,22 @@ mod tests {
         let made = pod(&plain, &plan, 3, &settings()).unwrap();
         assert!(!made.annotations().contains_key(names::SOURCES));
     }
+
+    #[test]
+    fn what_is_no_part_of_a_pod_is_named() {
+        let machine = machine(|value| value["spec"]["affinity"] = json!({"nodeAffinity": "x"}));
+        let error = super::plan(&machine).unwrap_err();
+        assert!(error.0.starts_with("spec.affinity: "), "{error}");
+    }
+
+    #[test]
+    fn a_pod_belongs_to_one_run_of_one_machine() {
+        let machine = machine(|_| {});
+        let plan = super::plan(&machine).unwrap();
+        let pod = super::pod(&machine, &plan, 3, &settings()).unwrap();
+        assert!(run::belongs(&pod, &machine, 3));
+        assert!(!run::belongs(&pod, &machine, 4));
+        let other = crate::run::tests::machine(|value| value["metadata"]["uid"] = "u-2".into());
+        assert!(!run::belongs(&pod, &other, 3));
+    }
 }

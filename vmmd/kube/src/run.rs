@@ -17,7 +17,7 @@ use vmmd_api::v1;
 
 use crate::{
     crd::VirtualMachine,
-    launcher, names, placeholder,
+    names,
     sources::{self, Sources},
     spec::{Invalid, Requests},
 };
@@ -45,18 +45,6 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Plan of a VirtualMachine in its present state, for a launcher or a virtual node.
-    ///
-    /// # Errors
-    ///
-    /// Returns all errors of its VM, or the fields that are no part of a pod.
-    pub fn of(machine: &VirtualMachine, launcher: bool) -> Result<Self, Invalid> {
-        match launcher {
-            true => launcher::plan(machine),
-            false => placeholder::plan(machine),
-        }
-    }
-
     /// SHA-256 of the VM and the sources.
     pub fn digest(&self) -> String {
         digest(&self.manifest, self.annotation().as_deref())
@@ -170,7 +158,7 @@ pub fn grace(machine: &VirtualMachine) -> i64 {
     machine.spec.termination_grace_period_seconds.unwrap_or(60)
 }
 
-/// Resources of a node as requests of a container, and those that the API server wants as limits too.
+/// Resources of a node as requests of a container, and the limits that the API server requires.
 pub fn resources(wanted: &Requests) -> (BTreeMap<String, Quantity>, BTreeMap<String, Quantity>) {
     let bytes = |bytes: u64| Quantity(bytes.to_string());
     let mut requests = BTreeMap::from([
@@ -214,7 +202,7 @@ fn owner(machine: &VirtualMachine) -> OwnerReference {
 ///
 /// # Errors
 ///
-/// Returns the field, and what is wrong with it.
+/// Returns the field with the error.
 pub fn part<T: DeserializeOwned>(field: &str, value: &Value) -> Result<T, Invalid> {
     serde_json::from_value(value.clone()).map_err(|error| Invalid(format!("spec.{field}: {error}")))
 }
@@ -248,23 +236,5 @@ pub mod tests {
             runtime_class: Some("vmmd".to_owned()),
             launcher_image: None,
         }
-    }
-
-    #[test]
-    fn what_is_no_part_of_a_pod_is_named() {
-        let machine = machine(|value| value["spec"]["affinity"] = json!({"nodeAffinity": "x"}));
-        let error = Plan::of(&machine, false).unwrap_err();
-        assert!(error.0.starts_with("spec.affinity: "), "{error}");
-    }
-
-    #[test]
-    fn a_pod_belongs_to_one_run_of_one_machine() {
-        let machine = machine(|_| {});
-        let plan = Plan::of(&machine, false).unwrap();
-        let pod = placeholder::pod(&machine, &plan, 3, &settings()).unwrap();
-        assert!(belongs(&pod, &machine, 3));
-        assert!(!belongs(&pod, &machine, 4));
-        let other = self::machine(|value| value["metadata"]["uid"] = "u-2".into());
-        assert!(!belongs(&pod, &other, 3));
     }
 }

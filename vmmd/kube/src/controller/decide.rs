@@ -17,7 +17,7 @@ use vmmd_api::v1::RunPolicy;
 use super::{migration, status};
 use crate::{
     crd::{Run, VirtualMachine, VirtualMachineStatus},
-    names,
+    launcher, names, placeholder,
     run::{self, Plan},
     spec::{self, Invalid},
 };
@@ -108,7 +108,10 @@ pub fn next(seen: &Seen<'_>) -> Act {
     if let Some(act) = foreign.and_then(delete).filter(|_| !deleting) {
         return act;
     }
-    let plan = Plan::of(machine, seen.launcher);
+    let plan = match seen.launcher {
+        true => launcher::plan(machine),
+        false => placeholder::plan(machine),
+    };
     // A launcher's VM is not moved. A migration from before the change of the kind of pods ends.
     if (!seen.launcher || old.under_way().is_some())
         && let Some(act) = migration::next(seen, &old, own, plan.as_ref().ok())

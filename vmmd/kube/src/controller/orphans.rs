@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn deleted_launcher_pod_is_released_when_its_container_has_ended() {
+    fn launcher_pod_is_released_when_its_container_has_ended() {
         let running = json!({"running": {}});
         let ended = json!({"terminated": {"exitCode": 137}});
         let table = [

@@ -56,7 +56,7 @@ pub fn of(
             .is_some_and(|state| state.waiting.is_some())
     });
     let phase = status.phase.unwrap_or_default();
-    // Nobody else writes the phase of a pod on a virtual node.
+    // On a virtual node only the agent writes the phase of a pod.
     let ended = launcher.is_none() && matches!(&*phase, "Succeeded" | "Failed");
     let deleting = pod.is_some_and(|pod| pod.metadata.deletion_timestamp.is_some());
     new.phase = match pod {

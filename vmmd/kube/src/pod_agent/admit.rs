@@ -1,6 +1,6 @@
 //! The fence: whether a pod is the one that has the VM.
 //!
-//! Of a pod only the uid is verified, by vmmd. All else is what its launcher says. Therefore the
+//! vmmd verifies only the uid of a pod. The launcher gives all other words. Therefore the
 //! VirtualMachine decides: it names the pod by number of the run, name and uid, and the hash of the
 //! spec with which the run began. A pod cannot name the VM of another VirtualMachine: its uid is not
 //! that of the other run.

@@ -57,7 +57,7 @@ pub struct Settings {
     pub node: String,
     /// Time in which a launcher connects again after vmmd was not reachable.
     pub reconnect: Duration,
-    /// What the kubelet is offered.
+    /// Settings of the device plugin.
     pub plugin: plugin::Settings,
 }
 

@@ -17,11 +17,11 @@ pub enum Step {
     Remove,
     /// Delete the disks of the run, which has no VM.
     Clean,
-    /// Nothing of the pod is left.
+    /// Forget the pod: it has no VM and no disks.
     Forget,
 }
 
-/// What is known of a pod.
+/// Known state of a pod.
 pub struct Seen<'a> {
     /// Its launcher is connected.
     pub connected: bool,
@@ -29,7 +29,7 @@ pub struct Seen<'a> {
     pub vm: Option<&'a v1::Vm>,
     /// It gets no VM.
     pub refused: bool,
-    /// None of its disks is left.
+    /// All its disks are deleted.
     pub clean: bool,
 }
 
@@ -39,7 +39,7 @@ pub fn next(seen: &Seen<'_>) -> Step {
         (true, None) if seen.refused => Step::Idle,
         (true, None) => Step::Admit,
         (true, Some(vm)) if is_unstarted(vm) => Step::Start,
-        // vmmd tells the launcher about its VM, and restarts the VM by the run policy.
+        // vmmd reports the VM to the launcher, and restarts the VM by the run policy.
         (true, Some(_)) => Step::Idle,
         // The VM ends with its launcher, and another launcher may still come from a restart of vmmd.
         (false, Some(vm)) if has_process(vm) && !is_unstarted(vm) => Step::Idle,

@@ -55,7 +55,7 @@ pub enum After {
     Again(Duration),
 }
 
-/// What a launcher knows from this agent.
+/// The last report to a launcher.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Reported {
     reason: String,

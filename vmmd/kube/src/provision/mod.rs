@@ -176,7 +176,7 @@ impl Provisioner {
         }
     }
 
-    /// Completes a VM whose other sources are filled in: makes the disks of its volumes. Nothing is
+    /// Completes a VM whose other sources are filled in: makes the disks of its volumes. No disk is
     /// made while `lacks` has an entry.
     pub async fn finish(
         &self,

@@ -4,10 +4,7 @@ use vmmd_api::v1::{ExitReason, RunPolicy};
 use super::*;
 use crate::{
     placeholder,
-    run::{
-        Plan,
-        tests::{machine, settings},
-    },
+    run::tests::{machine, settings},
 };
 
 const NOW: &str = "2026-01-02T03:04:05Z";
@@ -35,7 +32,7 @@ fn all() -> Allowed {
 /// The pod of run 3.
 fn pod(change: impl FnOnce(&mut Value)) -> Pod {
     let machine = machine(|_| {});
-    let plan = Plan::of(&machine, false).unwrap();
+    let plan = placeholder::plan(&machine).unwrap();
     let mut value = serde_json::to_value(placeholder::pod(&machine, &plan, 3, &settings()).unwrap()).unwrap();
     value["metadata"]["uid"] = "p-3".into();
     value["status"] = json!({"phase": "Pending"});
@@ -45,7 +42,7 @@ fn pod(change: impl FnOnce(&mut Value)) -> Pod {
 
 /// The VirtualMachine when run 3 has that pod.
 fn noted(change: impl FnOnce(&mut Value)) -> VirtualMachine {
-    let digest = Plan::of(&machine(|_| {}), false).unwrap().digest();
+    let digest = placeholder::plan(&machine(|_| {})).unwrap().digest();
     machine(|value| {
         value["status"] = json!({"epoch": 3, "run": {"pod": "web-3", "podUid": "p-3", "digest": digest}});
         change(value);
@@ -441,7 +438,7 @@ fn vm_that_names_files_of_the_node_is_refused_by_default() {
             value["spec"]["volumes"] = json!([{"name": "root", "emptyDisk": {"size": "1Gi"}}]);
             change(&mut value["spec"]["vm"]);
         });
-        let plan = Plan::of(&machine, false).unwrap();
+        let plan = placeholder::plan(&machine).unwrap();
         let pod = placeholder::pod(&machine, &plan, 3, &settings()).unwrap();
         let mut pod = serde_json::to_value(pod).unwrap();
         pod["metadata"]["uid"] = "p-3".into();
@@ -508,7 +505,7 @@ fn vm_that_names_files_of_the_node_is_refused_by_default() {
 fn a_vm_that_always_runs_can_be_stopped_by_the_agent() {
     let change = |value: &mut Value| value["spec"]["vm"]["runPolicy"] = "always_on".into();
     let always = machine(change);
-    let plan = Plan::of(&always, false).unwrap();
+    let plan = placeholder::plan(&always).unwrap();
     let machine = noted(|value| {
         change(value);
         value["status"]["run"]["digest"] = plan.digest().into();

@@ -36,7 +36,7 @@ fn with(policy: &str, status: Value) -> VirtualMachine {
 }
 
 fn run(uid: Option<&str>, end: Option<&str>, of: &VirtualMachine) -> Value {
-    let digest = Plan::of(of, false).unwrap().digest();
+    let digest = placeholder::plan(of).unwrap().digest();
     json!({"epoch": 3, "run": {"pod": "web-3", "podUid": uid, "digest": digest, "end": end}})
 }
 
@@ -47,7 +47,7 @@ fn in_run(policy: &str, uid: Option<&str>, end: Option<&str>) -> VirtualMachine 
 }
 
 fn pod_of(machine: &VirtualMachine, uid: &str, change: impl FnOnce(&mut Value)) -> Pod {
-    let plan = Plan::of(machine, false).unwrap();
+    let plan = placeholder::plan(machine).unwrap();
     let pod = placeholder::pod(machine, &plan, 3, &settings()).unwrap();
     let mut value = serde_json::to_value(pod).unwrap();
     value["metadata"]["uid"] = uid.into();
@@ -94,7 +94,7 @@ fn run_number_is_written_before_the_pod_and_the_pod_after() {
     let (machine, act) = settle(fresh, None, None);
     assert!(matches!(act, Act::CreatePod(_)), "{act:?}");
     let pod = {
-        let plan = Plan::of(&machine, false).unwrap();
+        let plan = placeholder::plan(&machine).unwrap();
         let mut pod = placeholder::pod(&machine, &plan, 1, &settings()).unwrap();
         pod.metadata.uid = Some("p-1".to_owned());
         pod
@@ -419,7 +419,7 @@ fn no_run_begins_while_a_launcher_pod_exists() {
             now: now(),
         })
     };
-    let digest = Plan::of(&launched(json!({})), true).unwrap().digest();
+    let digest = crate::launcher::plan(&launched(json!({}))).unwrap().digest();
     let run = json!({"epoch": 3, "run": {"pod": "web-3", "podUid": "p-3", "digest": digest, "epoch": 3}});
     let container = |state: Value| json!([{"name": "vm", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state}]);
     type Change = Box<dyn Fn(&mut Value)>;
@@ -449,7 +449,7 @@ fn no_run_begins_while_a_launcher_pod_exists() {
     for (what, change) in &table {
         for deletion in [None, Some(30), Some(0)] {
             let mut machine = launched(run.clone());
-            let plan = Plan::of(&machine, true).unwrap();
+            let plan = crate::launcher::plan(&machine).unwrap();
             let modes = crate::launcher::Modes::new();
             let pod = crate::launcher::pod(&machine, &plan, 3, &settings(), &modes).unwrap();
             let mut pod = serde_json::to_value(pod).unwrap();

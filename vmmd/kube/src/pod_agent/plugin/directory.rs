@@ -49,7 +49,7 @@ impl Directory {
     }
 }
 
-/// Listens on a socket, in the place of one of an earlier agent.
+/// Listens on a socket, and replaces the socket of an earlier agent.
 ///
 /// # Errors
 ///
@@ -62,7 +62,7 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
     UnixListener::bind(path)
 }
 
-/// What distinguishes the files of these names from later ones.
+/// Identities of files, which later files of the same names do not have.
 pub fn identities(paths: &[PathBuf]) -> Vec<Option<(u64, i64, i64)>> {
     let identity = |path: &PathBuf| {
         let metadata = fs::symlink_metadata(path).ok()?;

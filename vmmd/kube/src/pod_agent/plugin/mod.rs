@@ -43,7 +43,7 @@ const RETRY: Duration = Duration::from_secs(2);
 /// How long an answer of the kubelet may take.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// What the kubelet is offered.
+/// Settings of the device plugin.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// The kubelet's directory for device plugins.
@@ -54,7 +54,7 @@ pub struct Settings {
     pub max_vms: u32,
 }
 
-/// What the node can do.
+/// Ability of the node to run VMs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Health {
     /// The node takes VMs.
