@@ -35,6 +35,8 @@ pub fn of(
     let launcher = pod.filter(|pod| state::is_launcher(pod));
     let unreachable = match launcher {
         Some(pod) => state::unreachable(pod, seen.now),
+        // Nodes are read for pods of virtual nodes alone.
+        None if seen.launcher => None,
         None => bound.as_ref().and_then(|name| unreachable(name, seen.node)),
     };
     if pod.is_some() {
