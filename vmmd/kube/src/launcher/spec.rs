@@ -272,7 +272,7 @@ mod tests {
             (
                 |vm| {
                     vm["disks"] =
-                        json!([{"name": "root"}, {"name": "b", "path": "/dev/sda", "format": "raw"}])
+                        json!([{"name": "root"}, {"name": "b", "path": "/dev/sda", "format": "raw"}]);
                 },
                 "spec.vm.disks[1]",
             ),
@@ -306,7 +306,8 @@ mod tests {
             ),
             (
                 |vm| {
-                    vm["nics"] = json!([{"name": "a", "publishedPorts": [{"nodePort": 22, "guestPort": 22}]}])
+                    vm["nics"] =
+                        json!([{"name": "a", "publishedPorts": [{"nodePort": 22, "guestPort": 22}]}]);
                 },
                 "spec.vm.nics[0].publishedPorts",
             ),

@@ -204,6 +204,7 @@ mod tests {
     const NOW: &str = "2026-01-02T03:04:05Z";
 
     /// A live pod on a node, with this status of the launcher's container.
+    #[allow(clippy::needless_pass_by_value, reason = "tables have values")]
     fn pod(container: Value, change: impl FnOnce(&mut Value)) -> Pod {
         let mut value = json!({
             "metadata": {"name": "web-3"},
@@ -266,7 +267,7 @@ mod tests {
                 Value::Null,
                 |it| {
                     unbound(it);
-                    deleted(it)
+                    deleted(it);
                 },
                 true,
             ),
@@ -289,7 +290,7 @@ mod tests {
                 running(),
                 |it| {
                     forced(it);
-                    failed(it, "")
+                    failed(it, "");
                 },
                 false,
             ),
@@ -298,7 +299,7 @@ mod tests {
                 Value::Null,
                 |it| {
                     forced(it);
-                    failed(it, "")
+                    failed(it, "");
                 },
                 false,
             ),
@@ -472,7 +473,7 @@ mod tests {
         assert_eq!(unreachable(&deleted, now("2026-01-02T03:05:05Z")), None);
         assert!(unreachable(&deleted, now("2026-01-02T03:05:06Z")).is_some());
         let over = pod(ended(0, ""), |it| {
-            it["status"]["conditions"] = conditions("False")
+            it["status"]["conditions"] = conditions("False");
         });
         assert_eq!(unreachable(&over, now(NOW)), None);
     }

@@ -269,7 +269,8 @@ impl Worker {
         reason: &str,
         message: &str,
     ) -> Result<(), Status> {
-        let end = message.floor_char_boundary(MAX_MESSAGE);
+        let ends = message.char_indices().map(|(start, one)| start + one.len_utf8());
+        let end = ends.take_while(|end| *end <= MAX_MESSAGE).last().unwrap_or(0);
         let request = v1::ReportPodRequest {
             uid: pod.uid.clone(),
             report: report.into(),
