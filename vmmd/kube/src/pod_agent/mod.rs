@@ -385,7 +385,14 @@ impl Agent {
             self.sweep.reset_after(LONGEST_WAIT);
             return;
         }
-        let owners: HashSet<_> = self.worker.owners_of_disks().await.into_iter().collect();
+        let owners: HashSet<_> = match self.worker.owners_of_disks().await {
+            Ok(owners) => owners.into_iter().collect(),
+            Err(error) => {
+                tracing::debug!("disks of runs: {error}");
+                self.sweep.reset_after(LONGEST_WAIT);
+                return;
+            }
+        };
         for uid in owners {
             if !self.entries.contains_key(&uid) {
                 let entry = Entry {

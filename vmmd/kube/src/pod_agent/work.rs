@@ -115,17 +115,12 @@ impl Worker {
     }
 
     /// Uids of the pods for which this node has disks. Deletes images that are not used any more.
-    pub async fn owners_of_disks(&self) -> Vec<String> {
-        if let Err(error) = self.provisioner.prune_images().await {
-            tracing::debug!("images without use: {error}");
-        }
-        let disks = self.provisioner.disks().await.unwrap_or_else(|error| {
-            tracing::debug!("disks of runs: {error}");
-            Vec::new()
-        });
-        let labels = disks.into_iter().filter_map(|disk| disk.metadata);
+    pub async fn owners_of_disks(&self) -> Result<Vec<String>, Error> {
+        self.provisioner.prune_images().await?;
+        let disks = self.provisioner.disks().await?.into_iter();
+        let labels = disks.filter_map(|disk| disk.metadata);
         let owners = labels.filter_map(|metadata| metadata.labels.get(names::POD_UID).cloned());
-        owners.collect()
+        Ok(owners.collect())
     }
 
     /// Repeats a creation that had no answer: afterwards it cannot take effect any more. A VM that
