@@ -6,13 +6,14 @@ use std::{
     net::{IpAddr, SocketAddr, UdpSocket},
     ops::RangeInclusive,
     path::PathBuf,
+    time::Duration,
 };
 
 use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
 use rustix::fs::{FlockOperation, flock};
 
-use crate::{agent, placeholder, sources::Allowed};
+use crate::{agent, pod_agent, run, sources::Allowed};
 
 /// Makes nodes with vmmd nodes of a Kubernetes cluster.
 #[derive(Debug, Parser)]
@@ -31,6 +32,8 @@ pub struct Arguments {
 pub enum Action {
     /// Make the vmmd of this machine a node
     Agent(AgentArguments),
+    /// Offer the vmmd of this machine to its kubelet, and create VMs for launcher pods
+    PodAgent(PodAgentArguments),
     /// Make pods for VirtualMachines
     Controller(ControllerArguments),
     /// Print the definition of VirtualMachine
@@ -90,6 +93,63 @@ pub struct AgentArguments {
     pub lock_file: PathBuf,
 }
 
+/// Options of the agent for launcher pods.
+#[derive(Debug, Args)]
+pub struct PodAgentArguments {
+    /// Name of the node
+    #[arg(long, value_name = "NAME", env = "VMMD_KUBE_NODE")]
+    pub node_name: String,
+    /// Socket of vmmd
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "VMMD_SOCKET",
+        default_value = "/run/vmmd/vmmd.sock"
+    )]
+    pub socket: PathBuf,
+    /// Directory on the host of vmmd's socket for launchers, `pods.socket` in its configuration
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "VMMD_KUBE_PODS_DIRECTORY",
+        default_value = "/run/vmmd/pod"
+    )]
+    pub pods_directory: String,
+    /// Directory of the kubelet for device plugins
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "VMMD_KUBE_DEVICE_PLUGIN_DIRECTORY",
+        default_value = "/var/lib/kubelet/device-plugins"
+    )]
+    pub device_plugin_directory: PathBuf,
+    /// Most VMs that the scheduler places here
+    #[arg(long, value_name = "NUMBER", default_value_t = 200, env = "VMMD_KUBE_MAX_VMS")]
+    pub max_vms: u32,
+    /// Time in seconds in which launchers connect again after a restart of vmmd or of this agent;
+    /// stopped VMs whose launchers do not are deleted afterwards
+    #[arg(long, value_name = "SECONDS", default_value_t = 15)]
+    pub reconnect_seconds: u32,
+    /// Serve metrics for Prometheus on this address, "127.0.0.1:9754" or another
+    #[arg(long, value_name = "ADDRESS", env = "VMMD_KUBE_METRICS")]
+    pub metrics: Option<SocketAddr>,
+}
+
+impl PodAgentArguments {
+    /// Settings of the agent.
+    pub fn settings(&self) -> pod_agent::Settings {
+        pod_agent::Settings {
+            node: self.node_name.clone(),
+            reconnect: Duration::from_secs(self.reconnect_seconds.into()),
+            plugin: pod_agent::plugin::Settings {
+                directory: self.device_plugin_directory.clone(),
+                pods: self.pods_directory.clone(),
+                max_vms: self.max_vms,
+            },
+        }
+    }
+}
+
 /// Of the controller.
 #[derive(Debug, Args)]
 pub struct ControllerArguments {
@@ -101,6 +161,10 @@ pub struct ControllerArguments {
         default_value = "vmmd-system"
     )]
     pub namespace: String,
+    /// Image of the launcher vmmd-pod: VMs run in ordinary pods of this image. Without it, VMs run
+    /// on virtual nodes
+    #[arg(long, value_name = "IMAGE", env = "VMMD_KUBE_LAUNCHER_IMAGE")]
+    pub launcher_image: Option<String>,
     /// RuntimeClass of the pods; none when not given
     #[arg(long, value_name = "NAME")]
     pub runtime_class: Option<String>,
@@ -168,10 +232,11 @@ impl AgentArguments {
 
 impl ControllerArguments {
     /// How pods are made.
-    pub fn settings(&self) -> placeholder::Settings {
-        placeholder::Settings {
+    pub fn settings(&self) -> run::Settings {
+        run::Settings {
             overhead: u64::from(self.overhead_mib) << 20,
             runtime_class: self.runtime_class.clone(),
+            launcher_image: self.launcher_image.clone(),
         }
     }
 }

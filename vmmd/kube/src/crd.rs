@@ -88,6 +88,18 @@ pub struct VirtualMachineSpec {
     /// As in a pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scheduler_name: Option<String>,
+    /// In a launcher pod: whether the VM is ready for traffic, as in a pod; when not given, whether the VM runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "schema::any_object")]
+    pub readiness_probe: Option<Value>,
+    /// In a launcher pod: the run ends when this probe fails, as in a pod.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "schema::any_object")]
+    pub liveness_probe: Option<Value>,
+    /// In a launcher pod: the other probes begin after this one has succeeded, as in a pod; when not given, after the VM runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "schema::any_object")]
+    pub startup_probe: Option<Value>,
 }
 
 impl VirtualMachineSpec {

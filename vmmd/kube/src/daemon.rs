@@ -14,8 +14,10 @@ use vmmd_api::v1::{
     self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
     image_service_client::ImageServiceClient, migration_service_client::MigrationServiceClient,
     node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
-    vm_service_client::VmServiceClient,
+    pod_service_client::PodServiceClient, vm_service_client::VmServiceClient,
 };
+
+use crate::names;
 
 /// How long a connection may take.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -39,6 +41,8 @@ pub struct Daemon {
     pub images: ImageServiceClient<Channel>,
     /// Its operations.
     operations: OperationServiceClient<Channel>,
+    /// Pods whose launchers are connected to it.
+    pub pods: PodServiceClient<Channel>,
 }
 
 impl Daemon {
@@ -58,7 +62,8 @@ impl Daemon {
             disks: DiskServiceClient::new(channel.clone()),
             migrations: MigrationServiceClient::new(channel.clone()),
             images: ImageServiceClient::new(channel.clone()),
-            operations: OperationServiceClient::new(channel),
+            operations: OperationServiceClient::new(channel.clone()),
+            pods: PodServiceClient::new(channel),
         }
     }
 
@@ -184,6 +189,31 @@ pub fn camel(word: &str) -> String {
             first.to_uppercase() + &rest.to_lowercase()
         })
         .collect()
+}
+
+/// The pod that a VM was made for.
+pub fn pod_uid(vm: &v1::Vm) -> Option<&String> {
+    vm.metadata.as_ref()?.labels.get(names::POD_UID)
+}
+
+/// A VM's name.
+pub fn name(vm: &v1::Vm) -> String {
+    vm.metadata
+        .as_ref()
+        .map(|metadata| metadata.name.clone())
+        .unwrap_or_default()
+}
+
+/// Preconditions for exactly the VM that was seen, not for a later VM with the same name.
+pub fn same(vm: &v1::Vm) -> v1::Preconditions {
+    v1::Preconditions {
+        uid: vm
+            .metadata
+            .as_ref()
+            .map(|metadata| metadata.uid.clone())
+            .unwrap_or_default(),
+        generation: None,
+    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! `vmmd-kube`: makes nodes with vmmd nodes of a Kubernetes cluster.
 //!
-//! The [`agent`] runs beside a vmmd: it is the kubelet of a node whose pods are virtual machines. The [`controller`] runs anywhere: it makes a
-//! pod for each run of a VirtualMachine ([`crd`]), and the scheduler places it.
+//! The [`controller`] runs anywhere: it makes a pod for each run of a VirtualMachine ([`crd`]), and the scheduler places it. The [`pod_agent`]
+//! runs beside a vmmd and a kubelet: it creates VMs for ordinary pods with a [`launcher`]. The older [`agent`] runs beside a vmmd: it is the
+//! kubelet of a virtual node.
 
 mod agent;
 mod arguments;
@@ -10,14 +11,21 @@ mod clients;
 mod controller;
 mod crd;
 mod daemon;
+mod described;
 mod kubelet;
+mod launcher;
 mod leader;
 mod metrics;
 mod names;
 mod placeholder;
+mod pod_agent;
+mod provision;
+mod run;
 mod schema;
 mod sources;
 mod spec;
+mod tell;
+mod vms;
 
 use anyhow::Context as _;
 use clap::Parser as _;
@@ -27,7 +35,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing_subscriber::{EnvFilter, layer::SubscriberExt as _, util::SubscriberInitExt as _};
 
 use self::{
-    arguments::{Action, AgentArguments, Arguments, ControllerArguments},
+    arguments::{Action, AgentArguments, Arguments, ControllerArguments, PodAgentArguments},
     clients::Clients,
 };
 
@@ -54,6 +62,7 @@ async fn run(arguments: Arguments) -> anyhow::Result<()> {
     let clients = Clients::new(arguments.kubeconfig.as_deref()).await?;
     match arguments.action {
         Action::Agent(arguments) => run_agent(clients, arguments).await,
+        Action::PodAgent(arguments) => run_pod_agent(clients, arguments).await,
         Action::Controller(arguments) => run_controller(clients, arguments).await,
         Action::Crd => Ok(()),
     }
@@ -95,6 +104,18 @@ async fn run_agent(clients: Clients, arguments: AgentArguments) -> anyhow::Resul
     }
 }
 
+async fn run_pod_agent(clients: Clients, arguments: PodAgentArguments) -> anyhow::Result<()> {
+    let settings = arguments.settings();
+    // In a container this is the first process, which is only ended by signals that it handles.
+    let mut terminated = signal(SignalKind::terminate())?;
+    let daemon = daemon::Daemon::new(arguments.socket);
+    tokio::select! {
+        () = pod_agent::run(clients, daemon, settings) => anyhow::bail!("the agent has ended"),
+        result = metrics::serve(arguments.metrics) => result,
+        _ = terminated.recv() => Ok(()),
+    }
+}
+
 async fn run_controller(clients: Clients, arguments: ControllerArguments) -> anyhow::Result<()> {
     // In a container this is the first process, which is only ended by signals that it handles.
     let terminated = signal(SignalKind::terminate())?;
@@ -110,7 +131,7 @@ async fn run_controller(clients: Clients, arguments: ControllerArguments) -> any
 async fn lead(
     clients: Clients,
     arguments: ControllerArguments,
-    settings: placeholder::Settings,
+    settings: run::Settings,
     mut terminated: Signal,
 ) -> anyhow::Result<()> {
     metrics::leads(arguments.no_leader_election);

@@ -89,6 +89,12 @@ pub fn disk_name(volume: &str, pod_uid: &str) -> String {
     format!("{}-{hash}", readable.trim_end_matches('-'))
 }
 
+/// Name of the volume of a launcher pod that has the values of a Secret or a ConfigMap.
+pub fn values_volume(secret: bool, object: &str) -> String {
+    let kind = if secret { "secret" } else { "config" };
+    format!("{kind}-{}", &digest(object.as_bytes())[..24])
+}
+
 /// Name in vmmd of the image of this reference. An image that was imported with passwords of a
 /// namespace is not the public image of the same reference: the content is kept once in any case.
 pub fn image_name(reference: &str, namespace: Option<&str>) -> String {

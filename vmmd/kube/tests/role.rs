@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, fs, path::Path};
 use vmmd_api::rule::METHOD_RULES;
 
 /// The clients of `Daemon`, and their services.
-const CLIENTS: [(&str, &str); 7] = [
+const CLIENTS: [(&str, &str); 8] = [
     ("vms", "VmService"),
     ("nodes", "NodeService"),
     ("events", "EventService"),
@@ -13,6 +13,7 @@ const CLIENTS: [(&str, &str); 7] = [
     ("migrations", "MigrationService"),
     ("images", "ImageService"),
     ("operations", "OperationService"),
+    ("pods", "PodService"),
 ];
 
 /// All sources below a folder, each without white space.

@@ -27,13 +27,14 @@ use vmmd_api::{
 use super::{
     pod_status,
     step::{self, Departure},
-    work::{After, Error, Worker, duration, name, pod_uid, same},
+    work::{After, Worker, duration},
 };
 use crate::{
     controller::is_evicted,
     crd::{Migration, MigrationPhase, Role, VirtualMachine, VirtualMachineStatus},
-    daemon::{self, CALL, within},
+    daemon::{self, CALL, name, pod_uid, same, within},
     names,
+    provision::Error,
 };
 
 /// How soon it is looked again at what somebody else does.
@@ -246,14 +247,14 @@ impl Worker {
         let running = vm.status.as_ref().map(v1::VmStatus::phase) == Some(VmPhase::Running);
         match role {
             Some((_, Role::Run(_))) => {
-                let labels = step::marks(pod, &self.node);
+                let labels = step::run_pod(pod).labels(&self.node);
                 let paths = labels.iter().map(|(key, _)| format!("metadata.labels[{key}]"));
                 let annotations =
                     [names::POD, names::MOVING].map(|key| format!("metadata.annotations[{key}]"));
                 let new = v1::ObjectMetadata {
                     name: name(vm),
                     labels: labels.clone().into(),
-                    annotations: [(names::POD.to_owned(), step::pod_path(pod))].into(),
+                    annotations: [(names::POD.to_owned(), step::run_pod(pod).path())].into(),
                     ..v1::ObjectMetadata::default()
                 };
                 let vm = self.update(vm, new, paths.chain(annotations).collect()).await?;

@@ -6,8 +6,6 @@
 //! again. While one side does not answer, the agent does not act on that side's last report: VMs
 //! continue unchanged, and vmmd restarts them on its own.
 
-mod disks;
-mod images;
 mod migrate;
 mod node;
 mod pod_status;
@@ -15,7 +13,7 @@ mod prepare;
 mod register;
 mod release;
 mod step;
-mod tell;
+mod sweep;
 mod watch;
 mod work;
 
@@ -38,12 +36,14 @@ pub use self::{node::Settings, register::confined};
 use self::{
     step::{Place, Step},
     watch::News,
-    work::{After, Error, Worker},
+    work::{After, Worker},
 };
 use crate::{
     clients::Clients,
     daemon::{Daemon, camel},
     metrics,
+    provision::{Error, Provisioner},
+    vms,
 };
 
 /// How long the first attempt after a failed one waits; twice as long each time.
@@ -64,26 +64,20 @@ pub async fn run(clients: Clients, daemon: Daemon, settings: Settings) {
         allowed: settings.allowed.clone(),
         host: host.map(|(_, address)| address.clone()).unwrap_or_default(),
         recorder: Recorder::new(client.clone(), "vmmd-kube-agent".into()),
-        unanswered: Arc::default(),
-        spent: Arc::default(),
-        imports: Arc::default(),
+        provisioner: Provisioner::new(daemon.clone(), settings.name.clone()),
     };
     let (news, received) = mpsc::channel(256);
     let mut tasks = JoinSet::new();
     tasks.spawn(register::run(client.clone(), daemon.clone(), settings.clone()));
     tasks.spawn(register::renew(client.clone(), settings.name.clone()));
-    tasks.spawn(disks::sweep(
-        client.clone(),
-        daemon.clone(),
-        settings.name.clone(),
-    ));
-    tasks.spawn(tell::run(
+    tasks.spawn(sweep::run(client.clone(), worker.provisioner.clone()));
+    tasks.spawn(crate::tell::run(
         daemon.clone(),
         settings.name.clone(),
         worker.recorder.clone(),
     ));
     tasks.spawn(watch::pods(clients.watches, settings.name, news.clone()));
-    tasks.spawn(watch::vms(daemon, news));
+    tasks.spawn(vms::watch(daemon, news));
     tokio::select! {
         () = Agent::new(worker).work(received) => {}
         Some(Err(error)) = tasks.join_next() => tracing::error!("{error}"),
@@ -190,7 +184,7 @@ impl Agent {
                 self.pods.remove(&uid);
                 self.look(&uid);
             }
-            News::Vms(vms) => {
+            News::Vms(vms::News::All(vms)) => {
                 let (vms, node) = (vms.into_iter(), &self.worker.node);
                 self.vms = vms
                     .filter_map(|vm| Some((step::key(&vm, node)?, Arc::new(vm))))
@@ -199,21 +193,21 @@ impl Agent {
                 self.heard.extend(self.busy.iter().cloned());
                 self.look_at_all();
             }
-            News::Vm(vm) => {
+            News::Vms(vms::News::Vm(vm)) => {
                 if let Some(uid) = step::key(&vm, &self.worker.node) {
                     self.vms.insert(uid.clone(), Arc::from(vm));
                     self.heard.extend(self.busy.get(&uid).cloned());
                     self.look(&uid);
                 }
             }
-            News::VmGone(vm) => {
+            News::Vms(vms::News::Gone(vm)) => {
                 if let Some(uid) = step::key(&vm, &self.worker.node) {
                     self.forget_vm(&uid, &vm);
                     self.heard.extend(self.busy.get(&uid).cloned());
                     self.look(&uid);
                 }
             }
-            News::VmmdAway => self.vms_known = false,
+            News::Vms(vms::News::Away) => self.vms_known = false,
         }
     }
 
@@ -236,7 +230,7 @@ impl Agent {
     fn look(&mut self, uid: &str) {
         if self.vms.contains_key(uid) {
             // Its creation was carried out. Repeated when the VM is gone, it could only mislead.
-            self.worker.forget(uid);
+            self.worker.provisioner.forget(uid);
         }
         if !self.pods_known || !self.vms_known {
             return;
@@ -264,7 +258,7 @@ impl Agent {
             (None, None) => {
                 self.failures.remove(uid);
                 self.deadlines.remove(uid);
-                self.worker.forget(uid);
+                self.worker.provisioner.forget(uid);
                 return;
             }
         };

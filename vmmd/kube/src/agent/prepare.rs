@@ -1,73 +1,60 @@
-//! Fills in the parts of a pod's VM that come from the cluster (see [`crate::sources`]): reads
-//! Secrets, ConfigMaps and claims by name, and has disks created.
-//!
-//! The values are in the request to vmmd alone. Statuses, events and logs name objects and keys,
-//! never values.
+//! Fills in the parts of a pod's VM that come from the cluster: reads Secrets, ConfigMaps and claims
+//! by name, and has disks created.
 
-use std::collections::BTreeMap;
-
-use k8s_openapi::{
-    ByteString,
-    api::core::v1::{ConfigMap, PersistentVolume, PersistentVolumeClaim, Pod, Secret},
-};
-use kube::{Api, ResourceExt as _};
-use tonic::Status;
+use k8s_openapi::api::core::v1::{ConfigMap, PersistentVolume, PersistentVolumeClaim, Pod, Secret};
+use kube::{Api, Client, ResourceExt as _};
 use vmmd_api::v1::{self, disk_spec};
 
-use super::work::{Error, Worker};
-use crate::sources::{self, CloudInitFrom, Place, Sources, ValueFrom};
+use super::{step, work::Worker};
+use crate::{
+    provision::{Data, Error, Kind, Lack, Objects, Prepared, seed},
+    sources::{self, Place, Sources},
+};
 
-/// Reason why a VM cannot be created yet.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lack {
-    /// One CamelCase word.
-    pub reason: &'static str,
-    /// The same for people.
-    pub message: String,
+/// Secrets and ConfigMaps of a namespace, read from the API server.
+struct InNamespace<'a> {
+    client: Client,
+    namespace: &'a str,
 }
 
-impl Lack {
-    /// With these words.
-    pub fn new(reason: &'static str, message: impl Into<String>) -> Self {
-        Self {
-            reason,
-            message: message.into(),
+impl Objects for InNamespace<'_> {
+    async fn data(&self, kind: Kind, name: &str) -> Result<Result<Data, Lack>, Error> {
+        let (client, namespace) = (self.client.clone(), self.namespace);
+        match kind {
+            Kind::Secret => {
+                let secrets = Api::<Secret>::namespaced(client, namespace);
+                let found = readable(secrets.get_opt(name).await, "Secret", namespace, name)?;
+                Ok(found.map(|secret| {
+                    let data = secret.data.unwrap_or_default().into_iter();
+                    data.map(|(key, value)| (key, value.0)).collect()
+                }))
+            }
+            Kind::ConfigMap => {
+                let maps = Api::<ConfigMap>::namespaced(client, namespace);
+                let found = readable(maps.get_opt(name).await, "ConfigMap", namespace, name)?;
+                Ok(found.map(|map| {
+                    let text = map.data.unwrap_or_default().into_iter();
+                    let bytes = map.binary_data.unwrap_or_default().into_iter();
+                    text.map(|(key, value)| (key, value.into_bytes()))
+                        .chain(bytes.map(|(key, value)| (key, value.0)))
+                        .collect()
+                }))
+            }
         }
     }
-}
-
-/// Result of the preparation.
-pub enum Prepared {
-    /// The VM, whole.
-    Ready(Box<v1::Vm>),
-    /// Something is not there yet. At least one.
-    Lacks(Vec<Lack>),
-    /// vmmd has refused to make a disk for a volume.
-    Refused {
-        /// The volume's name.
-        volume: String,
-        /// How.
-        status: Box<Status>,
-    },
-}
-
-/// Data of a Secret or a ConfigMap.
-pub type Data = BTreeMap<String, Vec<u8>>;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Kind {
-    Secret,
-    ConfigMap,
 }
 
 impl Worker {
     /// Prepares the VM of an admitted pod.
     pub async fn prepare(&self, pod: &Pod, mut vm: v1::Vm, sources: &Sources) -> Result<Prepared, Error> {
         let namespace = pod.namespace().unwrap_or_default();
+        let objects = InNamespace {
+            client: self.client.clone(),
+            namespace: &namespace,
+        };
         let mut lacks = Vec::new();
         if let Some(from) = &sources.cloud_init_from {
-            self.read_cloud_init(&namespace, from, &mut vm, &mut lacks)
-                .await?;
+            seed::fill(&objects, from, &mut vm, &mut lacks).await?;
         }
         for volume in &sources.volumes {
             let Some(claim) = &volume.persistent_volume_claim else {
@@ -87,112 +74,9 @@ impl Worker {
             }
         }
         // Disks are made last: until then nothing has been done.
-        if !lacks.is_empty() {
-            return Ok(Prepared::Lacks(lacks));
-        }
-        for volume in &sources.volumes {
-            if volume.persistent_volume_claim.is_some() {
-                continue;
-            }
-            match self.disk(pod, volume, &sources.image_pull_secrets).await? {
-                Ok(name) => {
-                    let place = Place::of(disk_spec::Source::Disk(name));
-                    sources::fill(&mut vm, &volume.name, &place);
-                }
-                Err(super::disks::NoDisk::Lacks(lack)) => lacks.push(lack),
-                Err(super::disks::NoDisk::Refused(status)) => {
-                    let volume = volume.name.clone();
-                    return Ok(Prepared::Refused { volume, status });
-                }
-            }
-        }
-        if lacks.is_empty() {
-            Ok(Prepared::Ready(Box::new(vm)))
-        } else {
-            Ok(Prepared::Lacks(lacks))
-        }
-    }
-
-    async fn read_cloud_init(
-        &self,
-        namespace: &str,
-        from: &CloudInitFrom,
-        vm: &mut v1::Vm,
-        lacks: &mut Vec<Lack>,
-    ) -> Result<(), Error> {
-        let mut known = BTreeMap::new();
-        let mut values = Vec::new();
-        let single = from.single().into_iter();
-        let single = single.filter_map(|(field, value)| Some((field, value?)));
-        let keys = from.ssh_authorized_keys.iter();
-        for (field, value) in single.chain(keys.map(|value| ("sshAuthorizedKeys", value))) {
-            let (kind, reference) = match value {
-                ValueFrom {
-                    secret_key_ref: Some(reference),
-                    ..
-                } => (Kind::Secret, reference),
-                ValueFrom {
-                    config_map_key_ref: Some(reference),
-                    ..
-                } => (Kind::ConfigMap, reference),
-                _ => continue,
-            };
-            let object = (kind, reference.name.clone());
-            if !known.contains_key(&object) {
-                let data = self.data(namespace, kind, &reference.name).await?;
-                known.insert(object.clone(), data);
-            }
-            match known.get(&object) {
-                Some(Ok(data)) => match data.get(&reference.key) {
-                    Some(value) => values.push((field, value.clone())),
-                    None => lacks.push(Lack::new(
-                        "KeyNotFound",
-                        format!(
-                            "{kind:?} {} has no key {}, which spec.cloudInitFrom.{field} names",
-                            reference.name, reference.key
-                        ),
-                    )),
-                },
-                Some(Err(lack)) if !lacks.contains(lack) => lacks.push(lack.clone()),
-                _ => {}
-            }
-        }
-        if let Some(spec) = &mut vm.spec {
-            let seed = spec.cloud_init.get_or_insert_default();
-            for (field, value) in values {
-                if let Err(lack) = set(seed, field, value) {
-                    lacks.push(lack);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    async fn data(&self, namespace: &str, kind: Kind, name: &str) -> Result<Result<Data, Lack>, Error> {
-        match kind {
-            Kind::Secret => self.secret(namespace, name).await,
-            Kind::ConfigMap => {
-                let maps = Api::<ConfigMap>::namespaced(self.client.clone(), namespace);
-                let found = readable(maps.get_opt(name).await, "ConfigMap", namespace, name)?;
-                Ok(found.map(|map| {
-                    let text = map.data.unwrap_or_default().into_iter();
-                    let bytes = map.binary_data.unwrap_or_default().into_iter();
-                    text.map(|(key, value)| (key, value.into_bytes()))
-                        .chain(bytes.map(|(key, value)| (key, value.0)))
-                        .collect()
-                }))
-            }
-        }
-    }
-
-    /// The data of a Secret.
-    pub async fn secret(&self, namespace: &str, name: &str) -> Result<Result<Data, Lack>, Error> {
-        let secrets = Api::<Secret>::namespaced(self.client.clone(), namespace);
-        let found = readable(secrets.get_opt(name).await, "Secret", namespace, name)?;
-        Ok(found.map(|secret| {
-            let data = secret.data.unwrap_or_default().into_iter();
-            data.map(|(key, value)| (key, value.0)).collect()
-        }))
+        self.provisioner
+            .finish(&step::run_pod(pod), vm, sources, &objects, lacks)
+            .await
     }
 
     /// Volume of a claim on this node: a file, a block device, or a directory for a share.
@@ -284,58 +168,6 @@ fn place(volume: &PersistentVolume, claim: &PersistentVolumeClaim, share: bool) 
     }
 }
 
-/// Sets a field of the seed.
-fn set(seed: &mut v1::CloudInit, field: &str, value: Vec<u8>) -> Result<(), Lack> {
-    let text = match String::from_utf8(value) {
-        Ok(text) => text,
-        Err(error) if field == "userData" => {
-            let coded = serde_json::to_value(ByteString(error.into_bytes())).unwrap_or_default();
-            coded
-                .as_str()
-                .unwrap_or_default()
-                .clone_into(&mut seed.user_data_base64);
-            return Ok(());
-        }
-        Err(_) => {
-            let message = format!("the value that spec.cloudInitFrom.{field} names is no text");
-            return Err(Lack::new("InvalidValue", message));
-        }
-    };
-    match field {
-        "userData" => seed.user_data = text,
-        "networkConfig" => seed.network_config = text,
-        "passwordHash" => text.trim().clone_into(&mut seed.password_hash),
-        _ => {
-            let lines = text.lines().map(str::trim);
-            let keys = lines.filter(|line| !line.is_empty() && !line.starts_with('#'));
-            seed.ssh_authorized_keys.extend(keys.map(str::to_owned));
-        }
-    }
-    Ok(())
-}
-
-/// Translates vmmd's message about the VM to the field names of the VirtualMachine.
-pub fn as_given(mut message: String, sources: &Sources) -> String {
-    let Some(from) = &sources.cloud_init_from else {
-        return message;
-    };
-    for (field, value) in from.single() {
-        if value.is_some() {
-            for own in [format!("{field}Base64"), field.to_owned()] {
-                let path = format!("spec.vm.cloudInit.{own}:");
-                message = message.replace(&path, &format!("spec.cloudInitFrom.{field}:"));
-            }
-        }
-    }
-    if !from.ssh_authorized_keys.is_empty() {
-        message = message.replace(
-            "spec.vm.cloudInit.sshAuthorizedKeys[",
-            "spec.vm.cloudInit and spec.cloudInitFrom, sshAuthorizedKeys[",
-        );
-    }
-    message
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::{Value, json};
@@ -394,45 +226,5 @@ mod tests {
             });
             assert_eq!(found, wanted, "{index}");
         }
-    }
-
-    #[test]
-    fn values_go_where_vmmd_wants_them() {
-        let mut seed = v1::CloudInit::default();
-        set(&mut seed, "userData", b"#cloud-config\n".to_vec()).unwrap();
-        set(&mut seed, "passwordHash", b"$6$salt$hash\n".to_vec()).unwrap();
-        set(&mut seed, "networkConfig", b"version: 2\n".to_vec()).unwrap();
-        let keys = b"# the team\nssh-ed25519 AAAA one\n\n ssh-ed25519 BBBB two \r\n";
-        set(&mut seed, "sshAuthorizedKeys", keys.to_vec()).unwrap();
-        let wanted = v1::CloudInit {
-            user_data: "#cloud-config\n".to_owned(),
-            password_hash: "$6$salt$hash".to_owned(),
-            network_config: "version: 2\n".to_owned(),
-            ssh_authorized_keys: vec![
-                "ssh-ed25519 AAAA one".to_owned(),
-                "ssh-ed25519 BBBB two".to_owned(),
-            ],
-            ..v1::CloudInit::default()
-        };
-        assert_eq!(seed, wanted);
-        let mut packed = v1::CloudInit::default();
-        set(&mut packed, "userData", vec![0x1f, 0x8b, 0xff]).unwrap();
-        assert_eq!((&*packed.user_data, &*packed.user_data_base64), ("", "H4v/"));
-        let lack = set(&mut packed, "passwordHash", vec![0xff]).unwrap_err();
-        assert_eq!(lack.reason, "InvalidValue");
-    }
-
-    #[test]
-    fn what_vmmd_refuses_is_said_of_the_field_that_was_given() {
-        let sources: Sources = serde_json::from_value(json!({"cloudInitFrom": {
-            "passwordHash": {"secretKeyRef": {"name": "web", "key": "hash"}},
-        }}))
-        .unwrap();
-        let text =
-            "spec.vm.cloudInit.passwordHash: must be a hash; spec.vm.cloudInit.hostname: must be short";
-        assert_eq!(
-            as_given(text.to_owned(), &sources),
-            "spec.cloudInitFrom.passwordHash: must be a hash; spec.vm.cloudInit.hostname: must be short"
-        );
     }
 }

@@ -16,12 +16,13 @@ use kube::{
     api::{Patch, PatchParams, PostParams},
 };
 use serde_json::json;
-use tokio::{sync::watch, time::Instant};
+use tokio::sync::watch;
 use vmmd_api::v1;
 
 use super::node::{self, Settings};
 use crate::{
     daemon::{CALL, Daemon, within},
+    described::{Described, describe},
     names,
 };
 
@@ -35,19 +36,6 @@ const LENGTH: i32 = 40;
 const HEARTBEAT: Duration = Duration::from_secs(60);
 /// Wait before a failed action is retried.
 const RETRY: Duration = Duration::from_secs(2);
-/// How long vmmd may be away before the node is not ready: a restart of the daemon takes less.
-const AWAY: Duration = Duration::from_secs(5);
-
-/// Known state of the node.
-#[derive(Clone)]
-enum Described {
-    /// Unknown yet: the values written by an earlier agent stay.
-    NotYet,
-    /// vmmd does not answer.
-    Away,
-    /// What vmmd says.
-    As(Box<v1::Node>),
-}
 
 /// Keeps the node as vmmd describes it. Never returns.
 pub async fn run(client: Client, daemon: Daemon, settings: Settings) {
@@ -112,31 +100,6 @@ pub async fn confined(daemon: &Daemon) -> anyhow::Result<()> {
         );
     }
     Ok(())
-}
-
-/// Passes on what vmmd says of the node, and that it has said nothing for a while.
-async fn describe(daemon: Daemon, send: watch::Sender<Described>) {
-    let mut heard = Instant::now();
-    loop {
-        let request = v1::WatchNodeRequest {};
-        if let Ok(mut stream) = within(CALL, daemon.nodes.clone().watch_node(request)).await {
-            while let Ok(Some(response)) = stream.message().await {
-                send.send_replace(match response.node {
-                    Some(node) => Described::As(Box::new(node)),
-                    None => Described::Away,
-                });
-            }
-            heard = Instant::now();
-        }
-        if heard.elapsed() >= AWAY {
-            send.send_if_modified(|now| {
-                let new = !matches!(now, Described::Away);
-                *now = Described::Away;
-                new
-            });
-        }
-        tokio::time::sleep(Duration::from_secs(1)).await;
-    }
 }
 
 async fn write(nodes: &Api<Node>, settings: &Settings, described: Option<&v1::Node>) -> kube::Result<()> {

@@ -15,9 +15,9 @@ use vmmd_api::v1;
 use super::{
     migrate::Owner,
     step::{self, Step},
-    work::{After, Error, Worker},
+    work::{After, Worker},
 };
-use crate::{daemon, names, sources::Sources};
+use crate::{daemon, names, provision::Error, sources::Sources};
 
 /// How soon the API server is asked again for a VirtualMachine that it does not know.
 const NO_OWNER: Duration = Duration::from_secs(5);
@@ -44,7 +44,7 @@ impl Worker {
         let sources = pod.annotations().get(names::SOURCES);
         let sources = sources.and_then(|text| serde_json::from_str::<Sources>(text).ok());
         if sources.is_some_and(|sources| sources.make_disks()) {
-            self.delete_disks(&uid).await?;
+            self.provisioner.delete_disks(&uid).await?;
         }
         let pods = self.pods(pod);
         let finalizers: Vec<_> = pod
@@ -90,9 +90,9 @@ impl Worker {
         let Some(name) = step::vm_name(pod) else {
             return Ok(None);
         };
-        let unanswered = self.unanswered().get(uid).cloned();
+        let unanswered = self.provisioner.unanswered_of(uid);
         if let Some(request) = unanswered {
-            match self.ask_to_make(uid, request).await {
+            match self.provisioner.ask_to_make(uid, request).await {
                 Ok(_) => {}
                 Err(status) if daemon::refused(&status) || status.code() == Code::AlreadyExists => {}
                 Err(status) => return Err(status.into()),

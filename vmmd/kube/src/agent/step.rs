@@ -10,7 +10,9 @@ use vmmd_api::v1::{self, VmPhase};
 use super::pod_status;
 use crate::{
     crd::{MigrationPhase, Role, VirtualMachine, VirtualMachineStatus},
-    names, placeholder,
+    names,
+    provision::{RunPod, has_process, is_unstarted},
+    run,
     sources::{self, Allowed, Sources},
 };
 
@@ -231,29 +233,10 @@ fn had_vm(pod: &Pod) -> bool {
         .any(|container| container.container_id.is_some())
 }
 
-fn has_process(vm: &v1::Vm) -> bool {
-    let phase = vm.status.as_ref().map(v1::VmStatus::phase).unwrap_or_default();
-    !matches!(
-        phase,
-        VmPhase::Stopped | VmPhase::Stopping | VmPhase::Failed | VmPhase::Terminating
-    )
-}
-
 fn is_stopping(vm: &v1::Vm) -> bool {
     vm.status
         .as_ref()
         .is_some_and(|status| status.phase() == VmPhase::Stopping)
-}
-
-/// vmmd was ended between the two.
-fn is_unstarted(vm: &v1::Vm) -> bool {
-    let status = vm.status.clone().unwrap_or_default();
-    let counts = status.counts.unwrap_or_default();
-    status.phase() == VmPhase::Stopped
-        && status.last_exit.is_none()
-        && status.operation.is_empty()
-        && counts.starts == 0
-        && counts.failed_starts == 0
 }
 
 /// Whether a pod is the one that is to have the VM.
@@ -316,7 +299,7 @@ pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str, allowed: &
         .map(String::as_str)
         .unwrap_or_default();
     let sources = pod.annotations().get(names::SOURCES).map(String::as_str);
-    if Some(placeholder::digest(manifest, sources)) != digest {
+    if Some(run::digest(manifest, sources)) != digest {
         return refuse(
             "ManifestChanged",
             "the pod's VM is not the one that the controller has noted",
@@ -341,40 +324,20 @@ pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str, allowed: &
     }
     match role {
         Role::Target(migration) => Admission::Await(migration.from.clone()),
-        _ => Admission::Admit(Box::new(marked(vm, pod, node)), Box::new(sources)),
+        _ => Admission::Admit(Box::new(run_pod(pod).marked(vm, node)), Box::new(sources)),
     }
 }
 
-/// The labels of a VM of this pod.
-pub fn marks(pod: &Pod, node: &str) -> [(String, String); 4] {
-    let own = pod.labels();
-    let label = |key: &str| own.get(key).cloned().unwrap_or_default();
-    [
-        (names::MACHINE_UID.to_owned(), label(names::MACHINE_UID)),
-        (names::EPOCH.to_owned(), label(names::EPOCH)),
-        (names::POD_UID.to_owned(), pod.uid().unwrap_or_default()),
-        (names::AGENT.to_owned(), node.to_owned()),
-    ]
-}
-
-/// Namespace and name of a pod.
-pub fn pod_path(pod: &Pod) -> String {
-    format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any())
-}
-
-/// Returns a VM with the marks by which the agent recognizes it.
-pub fn marked(mut vm: v1::Vm, pod: &Pod, node: &str) -> v1::Vm {
-    let metadata = vm.metadata.get_or_insert_default();
-    metadata.labels.extend(marks(pod, node));
-    metadata.annotations.insert(names::POD.to_owned(), pod_path(pod));
-    names::MANAGER.clone_into(&mut metadata.owner);
-    if let Some(spec) = &mut vm.spec
-        && spec.run_policy() == v1::RunPolicy::AlwaysOn
-    {
-        // vmmd stops no VM of that policy; of ends here the controller makes new runs.
-        spec.set_run_policy(v1::RunPolicy::AlwaysOnUnlessStopped);
+/// A pod as objects that were made for it name it.
+pub fn run_pod(pod: &Pod) -> RunPod {
+    let label = |key: &str| pod.labels().get(key).cloned().unwrap_or_default();
+    RunPod {
+        namespace: pod.namespace().unwrap_or_default(),
+        name: pod.name_any(),
+        uid: pod.uid().unwrap_or_default(),
+        machine: label(names::MACHINE_UID),
+        epoch: label(names::EPOCH),
     }
-    vm
 }
 
 /// Fate of a VM whose pod is being deleted, or has the note that its VM leaves.

@@ -1,10 +1,6 @@
 //! Carries out one step for a pod or a VM: calls of the API server and of vmmd.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, PodStatus};
@@ -14,30 +10,25 @@ use kube::{
     runtime::events::{Event, EventType, Recorder},
 };
 use serde_json::{Value, json};
-use tonic::{Code, Status};
+use tonic::Code;
 use vmmd_api::{v1, well_known};
 
 use super::{
-    images::Imports,
     migrate::Owner,
     pod_status,
-    prepare::{self, Lack, Prepared},
     step::{self, Admission, Step},
 };
 use crate::{
-    daemon::{self, CALL, Daemon, within},
+    daemon::{self, CALL, Daemon, name, same, within},
     names,
+    provision::{self, Error, Lack, Made, Prepared, Provisioner},
     sources::{Allowed, Sources},
 };
 
-/// How long taking a VM away may take: ending its process, on a loaded node.
-const REMOVE: Duration = Duration::from_secs(180);
 /// How soon the API server is asked again whether the controller has noted a pod.
 const NOT_YET: Duration = Duration::from_millis(500);
 /// How soon the API server is asked again for a VirtualMachine that it does not know.
 const NO_OWNER: Duration = Duration::from_secs(5);
-/// How soon vmmd is asked again to make a VM whose name another one had.
-const TAKEN: Duration = Duration::from_secs(2);
 /// Wait before a write is retried that conflicted with another one.
 const CHANGED: Duration = Duration::from_secs(1);
 /// Wait before the missing parts of a VM are checked again.
@@ -60,23 +51,6 @@ pub enum After {
     Done,
 }
 
-/// Why a step was not completed. It is tried again.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// Error of the API server.
-    #[error("API server: {0}")]
-    Api(#[from] kube::Error),
-    /// Of vmmd.
-    #[error("vmmd: {}: {}", .0.code(), .0.message())]
-    Vmmd(Box<Status>),
-}
-
-impl From<Status> for Error {
-    fn from(status: Status) -> Self {
-        Self::Vmmd(Box::new(status))
-    }
-}
-
 /// Clients and settings for the steps.
 #[derive(Clone)]
 pub struct Worker {
@@ -92,12 +66,8 @@ pub struct Worker {
     pub allowed: Allowed,
     /// Publishes events of pods.
     pub recorder: Recorder,
-    /// Requests to make VMs that had no answer yet, by the uids of their pods.
-    pub unanswered: Arc<Mutex<HashMap<String, v1::CreateVmRequest>>>,
-    /// How many requests to make a VM were refused since there was another one of its name, which is gone, by the uids of their pods.
-    pub spent: Arc<Mutex<HashMap<String, u32>>>,
-    /// Images that vmmd was asked to import.
-    pub imports: Arc<Mutex<Imports>>,
+    /// Makes VMs and disks.
+    pub provisioner: Provisioner,
 }
 
 impl Worker {
@@ -217,7 +187,7 @@ impl Worker {
             return Ok(After::Again(LACKS));
         }
         let type_ = match reason {
-            "ImportingImage" | "MakingDisk" | names::AWAITS => EventType::Normal,
+            provision::IMPORTING_IMAGE | provision::MAKING_DISK | names::AWAITS => EventType::Normal,
             _ => EventType::Warning,
         };
         self.tell(Some(pod), type_, reason, &message).await;
@@ -225,20 +195,10 @@ impl Worker {
     }
 
     async fn make(&self, pod: &Pod, vm: v1::Vm, sources: &Sources) -> Result<After, Error> {
-        let name = vm
-            .metadata
-            .as_ref()
-            .map(|metadata| metadata.name.clone())
-            .unwrap_or_default();
+        let name = name(&vm);
         let uid = pod.uid().unwrap_or_default();
-        let request = v1::CreateVmRequest {
-            vm: Some(vm),
-            start: true,
-            dry_run: false,
-            request_id: self.creation_id(&uid),
-        };
-        match self.ask_to_make(&uid, request).await {
-            Ok(vm) => {
+        match self.provisioner.make(&uid, vm, sources).await? {
+            Made::Vm(vm) => {
                 self.tell(
                     Some(pod),
                     EventType::Normal,
@@ -246,99 +206,19 @@ impl Worker {
                     &format!("vmmd runs it as VM {name}"),
                 )
                 .await;
-                Ok(After::Vm(Box::new(vm)))
+                Ok(After::Vm(vm))
             }
-            Err(status) if status.code() == Code::AlreadyExists => {
-                let (reason, message) = daemon::explain(&status);
-                match self.daemon.vm(&name).await? {
-                    Some(vm) if pod_uid(&vm) == Some(&uid) => Ok(After::Vm(Box::new(vm))),
-                    // That of an earlier run, which goes first, or somebody else's.
-                    Some(_) => {
-                        let message =
-                            format!("there is another VM {name} in vmmd: this one waits until that is gone");
-                        self.wait_for(pod, &[Lack::new("VmExists", message)]).await
-                    }
-                    // An agent before this one was refused with other values of Secrets, and has not told it: another run may have these.
-                    None if reason == "RequestIdReused" => self.give_up(pod, &reason, &message).await,
-                    // It has gone since. vmmd says the same to each repetition of a request that it has refused so.
-                    None => {
-                        let mut spent = self.spent();
-                        let count = spent.entry(uid).or_default();
-                        *count = count.saturating_add(1);
-                        Ok(After::Again(TAKEN))
-                    }
-                }
-            }
-            Err(status) if daemon::refused(&status) => {
-                let (reason, message) = daemon::explain(&status);
-                if reason == "ObjectGone" {
-                    return self.removed(pod).await;
-                }
-                let message = prepare::as_given(message, sources);
-                self.give_up(pod, &reason, &message).await
-            }
-            Err(status) => Err(status.into()),
+            Made::Known(vm) => Ok(After::Vm(vm)),
+            Made::Lacks(lack) => self.wait_for(pod, &[lack]).await,
+            Made::Again(time) => Ok(After::Again(time)),
+            Made::Removed => self.removed(pod).await,
+            Made::Refused { reason, message } => self.give_up(pod, &reason, &message).await,
         }
-    }
-
-    /// Id of the request to create a VM. The next id is used once the previous request cannot take
-    /// effect any longer. A restarted agent has the requests refused in the same order, and so
-    /// comes to the request that has created the VM, if any.
-    fn creation_id(&self, uid: &str) -> String {
-        match self.spent().get(uid) {
-            None => format!("kube-create-{uid}"),
-            Some(spent) => format!("kube-create-{uid}-{spent}"),
-        }
-    }
-
-    /// The same request for the same pod, however often: vmmd carries it out once. So it is the first one that is repeated as long as it has
-    /// no answer, also when a Secret that it has values of has changed.
-    pub async fn ask_to_make(&self, uid: &str, request: v1::CreateVmRequest) -> Result<v1::Vm, Status> {
-        let request = self.unanswered().entry(uid.to_owned()).or_insert(request).clone();
-        let answer = within(CALL, self.daemon.vms.clone().create_vm(request)).await;
-        let known = match &answer {
-            Ok(_) => true,
-            Err(status) => daemon::refused(status) || status.code() == Code::AlreadyExists,
-        };
-        if known {
-            self.unanswered().remove(uid);
-        }
-        answer?
-            .vm
-            .ok_or_else(|| Status::internal("an answer without a VM"))
-    }
-
-    /// See there.
-    pub fn unanswered(&self) -> MutexGuard<'_, HashMap<String, v1::CreateVmRequest>> {
-        self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// See there.
-    fn spent(&self) -> MutexGuard<'_, HashMap<String, u32>> {
-        self.spent.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Forgets the requests of a pod that has its VM, or is gone.
-    pub fn forget(&self, uid: &str) {
-        self.unanswered().remove(uid);
-        self.spent().remove(uid);
-    }
-
-    /// The imports that this agent has begun.
-    pub fn imports(&self) -> MutexGuard<'_, Imports> {
-        self.imports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn start(&self, uid: &str, vm: &v1::Vm) -> Result<After, Error> {
-        let request = v1::StartVmRequest {
-            name: name(vm),
-            no_wait: true,
-            preconditions: Some(same(vm)),
-            request_id: format!("kube-start-{uid}"),
-            ..v1::StartVmRequest::default()
-        };
-        let answer = within(CALL, self.daemon.vms.clone().start_vm(request)).await?;
-        Ok(answer.vm.map_or(After::Done, |vm| After::Vm(Box::new(vm))))
+        let vm = self.provisioner.start(uid, vm).await?;
+        Ok(vm.map_or(After::Done, |vm| After::Vm(Box::new(vm))))
     }
 
     async fn stop(&self, vm: &v1::Vm, grace: Duration) -> Result<After, Error> {
@@ -359,17 +239,8 @@ impl Worker {
 
     /// Takes the VM away, with its process when there is one.
     pub async fn remove(&self, vm: &v1::Vm) -> Result<After, Error> {
-        let request = v1::DeleteVmRequest {
-            name: name(vm),
-            force: true,
-            preconditions: Some(same(vm)),
-            ..v1::DeleteVmRequest::default()
-        };
-        match within(REMOVE, self.daemon.vms.clone().delete_vm(request)).await {
-            Ok(_) => Ok(After::NoVm),
-            Err(status) if status.code() == Code::NotFound => Ok(After::NoVm),
-            Err(status) => Err(status.into()),
-        }
+        self.provisioner.remove(vm).await?;
+        Ok(After::NoVm)
     }
 
     /// For a pod that gets no VM any more.
@@ -392,31 +263,6 @@ impl Worker {
         if let Err(error) = self.recorder.publish(&event, &pod.object_ref(&())).await {
             tracing::debug!("event {reason}: {error}");
         }
-    }
-}
-
-/// The pod that a VM was made for.
-pub fn pod_uid(vm: &v1::Vm) -> Option<&String> {
-    vm.metadata.as_ref()?.labels.get(names::POD_UID)
-}
-
-/// A VM's name.
-pub fn name(vm: &v1::Vm) -> String {
-    vm.metadata
-        .as_ref()
-        .map(|metadata| metadata.name.clone())
-        .unwrap_or_default()
-}
-
-/// Preconditions for exactly the VM that was seen, not for a later VM with the same name.
-pub fn same(vm: &v1::Vm) -> v1::Preconditions {
-    v1::Preconditions {
-        uid: vm
-            .metadata
-            .as_ref()
-            .map(|metadata| metadata.uid.clone())
-            .unwrap_or_default(),
-        generation: None,
     }
 }
 

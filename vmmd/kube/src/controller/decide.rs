@@ -3,10 +3,11 @@
 //! One VM never runs twice. A run is a number (the epoch), a pod of that number, and the pod's uid.
 //! All three are in the status, which is only written over the version that was read. The next run
 //! begins when the API server reports that the pod does not exist. This happens only after the
-//! agent of the pod's node has removed the finalizer, which the agent does when the VM is gone. An
-//! agent starts a VM only for the pod whose uid the status names: a late pod of an outdated
-//! controller never becomes a VM. During a migration there is a second pod, see
-//! [`super::migration`]: then both have to be gone.
+//! removal of its finalizer. From a launcher pod the controller removes the finalizer when the
+//! kubelet has reported that all containers have terminated ([`crate::launcher::state`]). From a pod
+//! of a virtual node its agent does, when the VM is gone. An agent starts a VM only for the pod whose
+//! uid the status names: a late pod of an outdated controller never becomes a VM. During a migration
+//! there is a second pod, see [`super::migration`]: then both have to be gone.
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Node, Pod};
@@ -16,8 +17,8 @@ use vmmd_api::v1::RunPolicy;
 use super::{migration, status};
 use crate::{
     crd::{Run, VirtualMachine, VirtualMachineStatus},
-    names,
-    placeholder::{self, Plan},
+    launcher, names, placeholder,
+    run::{self, Plan},
     spec::{self, Invalid},
 };
 
@@ -43,6 +44,8 @@ pub struct Seen<'a> {
     pub target_node: Option<&'a Node>,
     /// The pod with the name of that which the VM left last.
     pub source: Option<&'a Pod>,
+    /// Pods have launchers.
+    pub launcher: bool,
     /// The time.
     pub now: Timestamp,
 }
@@ -105,8 +108,14 @@ pub fn next(seen: &Seen<'_>) -> Act {
     if let Some(act) = foreign.and_then(delete).filter(|_| !deleting) {
         return act;
     }
-    let plan = Plan::of(machine);
-    if let Some(act) = migration::next(seen, &old, own, plan.as_ref().ok()) {
+    let plan = match seen.launcher {
+        true => launcher::plan(machine),
+        false => placeholder::plan(machine),
+    };
+    // A launcher's VM is not moved. A migration from before the change of the kind of pods ends.
+    if (!seen.launcher || old.under_way().is_some())
+        && let Some(act) = migration::next(seen, &old, own, plan.as_ref().ok())
+    {
         return act;
     }
     let left_over = migration::left_over(seen, &old);
@@ -133,7 +142,7 @@ fn sort<'a>(
     let (Some(pod), Some(run)) = (pod, &status.run) else {
         return (None, None);
     };
-    let ours = placeholder::belongs(pod, machine, status.run_epoch());
+    let ours = run::belongs(pod, machine, status.run_epoch());
     let own = match &run.pod_uid {
         Some(uid) => pod.metadata.uid.as_ref() == Some(uid),
         None => ours,
@@ -159,7 +168,8 @@ fn with_pod(seen: &Seen<'_>, old: &VirtualMachineStatus, pod: &Pod, plan: Result
         return Act::Idle;
     };
     run.pod_uid = pod.uid();
-    let end = status::end(pod);
+    let changed = plan.is_ok_and(|plan| plan.digest() != run.digest);
+    let end = status::end(pod, changed);
     if run.end.is_none() && end.is_some() {
         run.end = end;
         note_end(&mut new, seen.now);
@@ -193,7 +203,7 @@ fn without_pod(seen: &Seen<'_>, old: &VirtualMachineStatus, plan: Result<Plan, I
             None if run.digest == plan.digest() && policy != RunPolicy::AlwaysOff => {
                 if let Some(other) = seen
                     .pod
-                    .filter(|pod| !placeholder::belongs(pod, seen.machine, old.run_epoch()))
+                    .filter(|pod| !run::belongs(pod, seen.machine, old.run_epoch()))
                 {
                     let new = status::name_taken(new, old, &other.name_any(), seen.now);
                     return match write_if_new(old, new) {

@@ -31,7 +31,7 @@ use super::{
 use crate::{
     crd::{Eviction, Migration, MigrationPhase, Run, VirtualMachine, VirtualMachineStatus},
     names,
-    placeholder::{self, Plan},
+    run::{self, Plan},
 };
 
 /// How long a second pod may take until it is on a node that waits for the VM.
@@ -95,14 +95,14 @@ pub fn left_over<'a>(seen: &Seen<'a>, old: &VirtualMachineStatus) -> Option<&'a 
     let epoch = pod.labels().get(names::EPOCH)?.parse().ok()?;
     // A later run may have had the name.
     let is_run = old.run.as_ref().and_then(|run| run.pod_uid.as_ref()) == pod.metadata.uid.as_ref();
-    (placeholder::belongs(pod, seen.machine, epoch) && !is_run).then_some(pod)
+    (run::belongs(pod, seen.machine, epoch) && !is_run).then_some(pod)
 }
 
 fn begin(seen: &Seen<'_>, old: &VirtualMachineStatus, pod: &Pod, plan: &Plan) -> Option<Act> {
     let run = old.run.as_ref()?;
     let uid = pod.uid().filter(|uid| run.pod_uid.as_ref() == Some(uid))?;
     let from = pod.spec.as_ref()?.node_name.clone()?;
-    if status::end(pod).is_some() || run.end.is_some() {
+    if status::end(pod, false).is_some() || run.end.is_some() {
         return None;
     }
     let wish = seen.machine.annotations().get(names::MIGRATE);
@@ -218,7 +218,7 @@ fn placing(
     if seen.machine.metadata.deletion_timestamp.is_some() {
         return give_up("Deleted", "it is being deleted");
     }
-    if status::end(source).is_some() {
+    if status::end(source, false).is_some() {
         return give_up("NotRunning", "its run has ended");
     }
     if source.metadata.deletion_grace_period_seconds == Some(0) {
@@ -247,14 +247,14 @@ fn placing(
         };
     };
     let noted = migration.pod_uid.as_ref();
-    let belongs = placeholder::belongs(target, seen.machine, migration.epoch);
+    let belongs = run::belongs(target, seen.machine, migration.epoch);
     if !belongs || noted.is_some_and(|noted| Some(noted) != target.metadata.uid.as_ref()) {
         return give_up("PodNameTaken", "another pod has the name of the target pod");
     }
     if target.metadata.deletion_timestamp.is_some() {
         return give_up("TargetGone", "the target pod was deleted");
     }
-    if status::end(target).is_some() {
+    if status::end(target, false).is_some() {
         let message = target.status.as_ref().and_then(|status| status.message.clone());
         return give_up("TargetRefused", &message.unwrap_or_default());
     }

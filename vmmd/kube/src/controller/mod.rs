@@ -1,4 +1,4 @@
-//! The controller: one placeholder pod for each run of a VirtualMachine, and the status of each
+//! The controller: one pod for each run of a VirtualMachine, and the status of each
 //! VirtualMachine.
 //!
 //! It reads, asks [`decide`] for the next action, carries out this one action, and reads again.
@@ -18,7 +18,7 @@ use std::{
 
 use futures::{Stream, StreamExt as _, channel::mpsc};
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::{Node, PersistentVolumeClaim, Pod};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions},
@@ -40,8 +40,8 @@ use crate::{
     backoff::{Watches, watching},
     clients::Clients,
     crd::{MigrationPhase, VirtualMachine},
-    metrics, names,
-    placeholder::{self, Settings},
+    launcher, metrics, names, placeholder,
+    run::{Plan, Settings},
     spec::Invalid,
 };
 
@@ -85,6 +85,7 @@ pub async fn run(clients: Clients, settings: Settings) {
     let pods = Api::<Pod>::all(clients.watches.clone());
     let nodes = Api::<Node>::all(clients.watches.clone());
     let recorder = Recorder::new(clients.calls.clone(), "vmmd-kube-controller".into());
+    let launcher = settings.launcher_image.is_some();
     let context = Arc::new(Context {
         client: clients.calls.clone(),
         settings,
@@ -103,12 +104,15 @@ pub async fn run(clients: Clients, settings: Settings) {
     });
     let orphans = tokio::spawn(orphans::run(clients, store.clone()));
     let (listed, anew) = mpsc::unbounded();
-    controller
+    let mut controller = controller
         .owns_stream(watched(pods, listed))
-        .reconcile_all_on(anew)
-        .watches(nodes, watching().labels(names::NODE), move |node| {
+        .reconcile_all_on(anew);
+    if !launcher {
+        controller = controller.watches(nodes, watching().labels(names::NODE), move |node| {
             on_node(&store, &node)
-        })
+        });
+    }
+    controller
         .trigger_backoff(Watches::new())
         .run(reconcile, on_error, context)
         .for_each(|result| async move {
@@ -175,7 +179,9 @@ fn on_error(machine: Arc<VirtualMachine>, error: &Error, _: Arc<Context>) -> Act
 async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Result<Action, Error> {
     let namespace = machine.namespace().unwrap_or_default();
     let pods = Api::<Pod>::namespaced(context.client.clone(), &namespace);
-    let nodes = Api::<Node>::all(context.client.clone());
+    let launcher = context.settings.launcher_image.is_some();
+    // The pod has all about the node of a launcher.
+    let nodes = (!launcher).then(|| Api::<Node>::all(context.client.clone()));
     let mut machine = (*machine).clone();
     for _ in 0..STEPS {
         let status = machine.status.clone().unwrap_or_default();
@@ -184,14 +190,14 @@ async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Resul
         let target = migration.map(|migration| migration.pod.as_str());
         let source = migration.map(|migration| migration.source_pod.as_str());
         let pod = find(&pods, run).await?;
-        let node = node_of(&nodes, pod.as_ref()).await?;
+        let node = node_of(nodes.as_ref(), pod.as_ref()).await?;
         // All about a finished migration is known, except a pod that it may have left over.
         let (target, source) = match migration.map(|migration| migration.phase) {
             None => (None, None),
             Some(MigrationPhase::Succeeded) => (None, find(&pods, source).await?),
             Some(_) => (find(&pods, target).await?, None),
         };
-        let target_node = node_of(&nodes, target.as_ref()).await?;
+        let target_node = node_of(nodes.as_ref(), target.as_ref()).await?;
         let seen = Seen {
             machine: &machine,
             pod: pod.as_ref(),
@@ -199,6 +205,7 @@ async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Resul
             target: target.as_ref(),
             target_node: target_node.as_ref(),
             source: source.as_ref(),
+            launcher,
             now: Timestamp::now(),
         };
         let act = decide::next(&seen);
@@ -226,7 +233,8 @@ async fn find(pods: &Api<Pod>, name: Option<&str>) -> Result<Option<Pod>, Error>
     }
 }
 
-async fn node_of(nodes: &Api<Node>, pod: Option<&Pod>) -> Result<Option<Node>, Error> {
+async fn node_of(nodes: Option<&Api<Node>>, pod: Option<&Pod>) -> Result<Option<Node>, Error> {
+    let Some(nodes) = nodes else { return Ok(None) };
     let bound = pod.and_then(|pod| pod.spec.as_ref()?.node_name.as_deref());
     match bound.filter(|name| !name.is_empty()) {
         Some(name) => Ok(nodes.get_opt(name).await?),
@@ -275,7 +283,7 @@ impl Context {
             }
             Act::CreatePod(plan) => {
                 let epoch = machine.status.as_ref().map_or(0, |status| status.run_epoch());
-                let pod = placeholder::pod(machine, &plan, epoch, &self.settings);
+                let pod = self.pod(machine, &plan, epoch).await?;
                 match self.create(machine, pod, epoch, pods).await {
                     Err(Error::Api(kube::Error::Api(refusal))) if (400..500).contains(&refusal.code) => {
                         self.hold(machine, epoch);
@@ -339,6 +347,30 @@ impl Context {
         Ok(machines.get_opt(&name).await?)
     }
 
+    /// The pod of a run.
+    async fn pod(
+        &self,
+        machine: &VirtualMachine,
+        plan: &Plan,
+        epoch: i64,
+    ) -> Result<Result<Pod, Invalid>, Error> {
+        if self.settings.launcher_image.is_none() {
+            return Ok(placeholder::pod(machine, plan, epoch, &self.settings));
+        }
+        let namespace = machine.namespace().unwrap_or_default();
+        let claims = Api::<PersistentVolumeClaim>::namespaced(self.client.clone(), &namespace);
+        let mut modes = launcher::Modes::new();
+        for name in launcher::claims(&plan.sources) {
+            let Some(claim) = claims.get_opt(name).await? else {
+                let text = format!("spec.volumes: there is no PersistentVolumeClaim {name}");
+                return Ok(Err(Invalid(text)));
+            };
+            let mode = claim.spec.and_then(|spec| spec.volume_mode);
+            modes.insert(name.to_owned(), mode.as_deref() == Some("Block"));
+        }
+        Ok(launcher::pod(machine, plan, epoch, &self.settings, &modes))
+    }
+
     fn refused(&self) -> MutexGuard<'_, HashMap<String, Refused>> {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -393,7 +425,8 @@ impl Context {
         let made = match pod {
             Ok(pod) => pods.create(&PostParams::default(), &pod).await,
             Err(Invalid(text)) => {
-                self.tell(machine, EventType::Warning, "InvalidSpec", &text).await;
+                self.tell(machine, EventType::Warning, "FailedCreate", &text)
+                    .await;
                 let status = kube::core::Status::failure(&text, "Invalid").with_code(422);
                 return Err(Error::Api(kube::Error::Api(status.boxed())));
             }

@@ -1,7 +1,8 @@
-//! Placeholder pods outside of all reconciliations.
+//! Pods of runs outside of all reconciliations.
 //!
-//! - Pods that were deleted before they were bound: no node has any part of them, and no agent will
-//!   ever remove their finalizer.
+//! - Launcher pods that were deleted, and of which nothing runs any more: their finalizer is removed.
+//! - Other pods that were deleted before they were bound: no node has any part of them, and no agent
+//!   will ever remove their finalizer.
 //! - Pods of an earlier run that an outdated controller has created late: no agent runs them, and
 //!   no other component deletes them.
 
@@ -25,6 +26,7 @@ use crate::{
     backoff::{Watches, watching},
     clients::Clients,
     crd::{Role, VirtualMachine},
+    launcher::state,
     names,
 };
 
@@ -123,12 +125,14 @@ fn is_stale(pod: &Pod, owner: &OwnerReference, machine: Option<&VirtualMachine>)
     })
 }
 
-/// The API server binds no pod that is being deleted.
+/// Whether the finalizer of a pod has to be removed here.
 fn is_orphan(pod: &Pod) -> bool {
     let bound = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
+    // The API server binds no pod that is being deleted.
+    let unbound = bound.unwrap_or_default().is_empty();
     pod.metadata.deletion_timestamp.is_some()
-        && bound.unwrap_or_default().is_empty()
         && pod.finalizers().iter().any(|name| name == names::VM_GONE)
+        && (unbound || state::is_launcher(pod) && state::is_gone(pod))
 }
 
 /// Over the version that was seen: when the pod has changed since, the watch says so.
@@ -156,7 +160,7 @@ async fn release(client: &Client, pod: &Pod) -> kube::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::placeholder::tests::machine;
+    use crate::run::tests::machine;
 
     #[test]
     fn only_pods_that_can_never_be_bound_are_released() {
@@ -169,6 +173,7 @@ mod tests {
         for (deleted, node, finalizer, orphan) in table {
             let pod: Pod = serde_json::from_value(json!({
                 "metadata": {
+                    "annotations": {names::MANIFEST: "{}"},
                     "deletionTimestamp": deleted.then_some("2026-01-02T03:04:05Z"),
                     "finalizers": if finalizer { vec![names::VM_GONE] } else { vec![] },
                 },
@@ -176,6 +181,32 @@ mod tests {
             }))
             .unwrap();
             assert_eq!(is_orphan(&pod), orphan, "{deleted} {node:?} {finalizer}");
+        }
+    }
+
+    #[test]
+    fn launcher_pod_is_released_when_its_container_has_ended() {
+        let running = json!({"running": {}});
+        let ended = json!({"terminated": {"exitCode": 137}});
+        let table = [
+            (true, &ended, true),
+            (true, &running, false),
+            (false, &ended, false),
+        ];
+        for (deleted, state, orphan) in table {
+            let pod: Pod = serde_json::from_value(json!({
+                "metadata": {
+                    "deletionTimestamp": deleted.then_some("2026-01-02T03:04:05Z"),
+                    "deletionGracePeriodSeconds": 0,
+                    "finalizers": [names::VM_GONE],
+                },
+                "spec": {"containers": [{"name": "vm"}], "nodeName": "n1", "restartPolicy": "Never"},
+                "status": {"containerStatuses": [{
+                    "name": "vm", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state,
+                }]},
+            }))
+            .unwrap();
+            assert_eq!(is_orphan(&pod), orphan, "{deleted} {state}");
         }
     }
 

@@ -7,12 +7,16 @@ use kube::{ResourceExt as _, runtime::events::EventType};
 use super::decide::Seen;
 use crate::{
     crd::{Condition, Migration, MigrationPhase, VirtualMachineStatus},
+    launcher::state,
     names,
     spec::Invalid,
 };
 
 /// Reason of the condition `Ready` while a pod of somebody else has the name of the next run's.
 const NAME_TAKEN: &str = "PodNameTaken";
+
+/// Reason of the condition `Migrated` of a VM that cannot be moved.
+const NOT_SUPPORTED: &str = "NotSupported";
 
 /// Reason of the condition `Scheduled` while the API server refuses the pod of a run.
 const FAILED_CREATE: &str = "FailedCreate";
@@ -28,7 +32,13 @@ pub fn of(
     new.observed_generation = seen.machine.metadata.generation;
     let status = pod.and_then(|pod| pod.status.clone()).unwrap_or_default();
     let bound = pod.and_then(|pod| pod.spec.as_ref()?.node_name.clone());
-    let unreachable = bound.as_ref().and_then(|name| unreachable(name, seen.node));
+    let launcher = pod.filter(|pod| state::is_launcher(pod));
+    let unreachable = match launcher {
+        Some(pod) => state::unreachable(pod, seen.now),
+        // Nodes are read for pods of virtual nodes alone.
+        None if seen.launcher => None,
+        None => bound.as_ref().and_then(|name| unreachable(name, seen.node)),
+    };
     if pod.is_some() {
         new.node.clone_from(&bound);
     }
@@ -48,7 +58,8 @@ pub fn of(
             .is_some_and(|state| state.waiting.is_some())
     });
     let phase = status.phase.unwrap_or_default();
-    let ended = matches!(&*phase, "Succeeded" | "Failed");
+    // On a virtual node only the agent writes the phase of a pod.
+    let ended = launcher.is_none() && matches!(&*phase, "Succeeded" | "Failed");
     let deleting = pod.is_some_and(|pod| pod.metadata.deletion_timestamp.is_some());
     new.phase = match pod {
         None if invalid.is_some() => "Invalid",
@@ -59,6 +70,7 @@ pub fn of(
         },
         Some(_) if unreachable.is_some() && !ended => "Unknown",
         Some(_) if old.under_way().is_some() => "Migrating",
+        Some(_) if let Some(pod) = launcher => state::phase(pod),
         Some(_) if deleting => "Stopping",
         Some(_) if bound.is_none() => "Scheduling",
         Some(_) => match &*phase {
@@ -76,6 +88,11 @@ pub fn of(
     let ready = match (pod, &unreachable) {
         (None, _) => condition("Ready", "False", "NotRunning", ""),
         (Some(_), Some(message)) => condition("Ready", "Unknown", "NodeUnreachable", message),
+        (Some(_), None) if let Some(pod) = launcher => {
+            let (reason, message) = state::why(pod);
+            let of = find("Ready").filter(|of| of.status == "True");
+            copy("Ready", of, &reason, &message)
+        }
         (Some(_), None) => {
             let message = status.message.as_deref().unwrap_or_default();
             let reason = status.reason.as_deref().unwrap_or("NotReady");
@@ -95,8 +112,16 @@ pub fn of(
         Some(Invalid(text)) => condition("Valid", "False", "InvalidSpec", text),
         None => condition("Valid", "True", "Valid", ""),
     };
+    let wish = seen.machine.annotations().get(names::MIGRATE);
+    let refused = wish.filter(|wish| seen.launcher && Some(*wish) != old.migrate.as_ref());
+    let refused = refused.map(|_| {
+        let message =
+            "a VM in a launcher pod cannot be moved: delete the pod, and its next run may be elsewhere";
+        condition("Migrated", "False", NOT_SUPPORTED, message)
+    });
     new.conditions = [valid, scheduled, ready]
         .into_iter()
+        .chain(refused)
         .map(|condition| keep_time(condition, old, seen.now))
         .collect();
     new
@@ -137,8 +162,8 @@ fn with(mut status: VirtualMachineStatus, new: Condition) -> VirtualMachineStatu
 /// Events for a new status: type, reason and message.
 pub fn news(old: &VirtualMachineStatus, new: &VirtualMachineStatus) -> Vec<(EventType, String, String)> {
     let news = new.conditions.iter().filter(|condition| {
-        let wrong =
-            condition.kind == "Valid" && condition.status == "False" || condition.reason == NAME_TAKEN;
+        let wrong = condition.kind == "Valid" && condition.status == "False"
+            || [NAME_TAKEN, NOT_SUPPORTED].contains(&&*condition.reason);
         let known = old.conditions.iter().any(|before| {
             before.kind == condition.kind
                 && before.reason == condition.reason
@@ -203,8 +228,12 @@ fn migration_news(old: Option<&Migration>, new: Option<&Migration>) -> Option<(E
     Some((type_, reason.to_owned(), note))
 }
 
-/// How the run of a pod has ended; `None` when it has not.
-pub fn end(pod: &Pod) -> Option<String> {
+/// How the run of a pod has ended; `None` when it has not. `changed`: the VirtualMachine has another
+/// spec than the run.
+pub fn end(pod: &Pod, changed: bool) -> Option<String> {
+    if state::is_launcher(pod) {
+        return state::end(pod, changed);
+    }
     let status = pod.status.as_ref()?;
     let end = match status.phase.as_deref()? {
         "Succeeded" if status.reason.as_deref() == Some(names::STOPPED) => names::STOPPED,

@@ -106,7 +106,7 @@ impl Api {
 }
 
 impl Inner {
-    fn with<T>(&self, change: impl FnOnce(&mut Store) -> T) -> T {
+    pub fn with<T>(&self, change: impl FnOnce(&mut Store) -> T) -> T {
         let mut store = lock(&self.store);
         let result = change(&mut store);
         self.changed.send_replace(store.version());

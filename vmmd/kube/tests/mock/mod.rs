@@ -1,9 +1,11 @@
 //! A cluster for the programs under test: an API server, vmmds, and a scheduler that the test is.
 
 pub mod api;
+pub mod kubelet;
 pub mod ledger;
 pub mod migration;
 mod node;
+pub mod pods;
 pub mod role;
 pub mod storage;
 pub mod store;
@@ -19,7 +21,7 @@ use std::{
 use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 
-use self::{api::Api, ledger::Ledger, vmmd::Vmmd};
+use self::{api::Api, kubelet::Kubelet, ledger::Ledger, vmmd::Vmmd};
 
 /// How long anything may take on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -109,6 +111,55 @@ impl Cluster {
             .arg(vmmd.lock_file());
         command.args(options);
         Program(command.spawn().unwrap())
+    }
+
+    /// The agent for launcher pods.
+    pub fn pod_agent(&self, node: usize) -> Program {
+        let vmmd = &self.vmmds[node];
+        let mut command = self.command();
+        command
+            .args([
+                "pod-agent",
+                "--pods-directory",
+                "/run/vmmd/pod",
+                "--max-vms",
+                "3",
+                "--reconnect-seconds",
+                "1",
+            ])
+            .arg(format!("--node-name=n{node}"))
+            .arg("--socket")
+            .arg(&vmmd.socket)
+            .arg("--device-plugin-directory")
+            .arg(vmmd.plugins());
+        Program(command.spawn().unwrap())
+    }
+
+    /// A kubelet with launchers.
+    pub fn kubelet(&self, node: usize) -> Kubelet {
+        Kubelet::start(&self.api.inner, &self.vmmds[node].state)
+    }
+
+    /// A controller that makes launcher pods.
+    pub fn launcher_controller(&self) -> Program {
+        let mut command = self.command();
+        command.args([
+            "controller",
+            "--no-leader-election",
+            "--launcher-image",
+            "vmmd-pod:test",
+        ]);
+        Program(command.spawn().unwrap())
+    }
+
+    /// Makes a VirtualMachine that can have a launcher pod: with an emptyDisk.
+    pub fn create_launched(&self, name: &str, policy: &str, change: impl FnOnce(&mut Value)) {
+        self.create_with(name, policy, |spec| {
+            spec["vm"]["boot"] = json!({"fromDisk": {}});
+            spec["vm"]["disks"] = json!([{"name": "root"}]);
+            spec["volumes"] = json!([{"name": "root", "emptyDisk": {"size": "1Mi"}}]);
+            change(spec);
+        });
     }
 
     pub fn controller(&self) -> Program {

@@ -58,7 +58,9 @@ impl State {
             ..v1::Roots::default()
         };
         node.spec.get_or_insert_default().roots = Some(roots);
+        node.spec.get_or_insert_default().cordoned = *lock(&self.cordoned);
         let status = node.status.get_or_insert_default();
+        status.cpu_models = ["host", "x86-64-v2", "x86-64-v3"].map(str::to_owned).to_vec();
         status.cpu_features.clone_from(&lock(&self.cpu_features));
         if *lock(&self.no_kvm) {
             let condition = v1::Condition {

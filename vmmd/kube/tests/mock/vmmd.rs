@@ -19,12 +19,14 @@ use vmmd_api::v1::{
     migration_service_server::MigrationServiceServer,
     node_service_server::NodeServiceServer,
     operation_service_server::OperationServiceServer,
+    pod_service_server::PodServiceServer,
     vm_service_server::{VmService, VmServiceServer},
 };
 
 use super::{
     ledger::Ledger,
     migration::{Moves, migrating},
+    pods::{Pods, not_connected},
     role::Refused,
     storage::Storage,
     streams,
@@ -53,11 +55,14 @@ pub struct State {
     pub answers_gone: Arc<Mutex<bool>>,
     /// The node has no KVM.
     pub no_kvm: Arc<Mutex<bool>>,
+    /// The node takes no VMs.
+    pub cordoned: Arc<Mutex<bool>>,
     /// Features of the node's processor.
     pub cpu_features: Arc<Mutex<Vec<String>>>,
     /// Where disks by path may be.
     pub disk_roots: Arc<Mutex<Vec<String>>>,
     pub storage: Storage,
+    pub pods: Pods,
     pub moves: Moves,
     pub ledger: Ledger,
     pub node: String,
@@ -94,7 +99,9 @@ impl Vmmd {
             no_kvm: Arc::default(),
             cpu_features: Arc::default(),
             disk_roots: Arc::new(Mutex::new(vec!["/srv".to_owned()])),
+            cordoned: Arc::default(),
             storage: Storage::default(),
+            pods: Pods::default(),
             moves: Moves::default(),
             ledger: ledger.clone(),
             node: node.to_owned(),
@@ -112,6 +119,13 @@ impl Vmmd {
     /// A file for the lock of this node's agent.
     pub fn lock_file(&self) -> PathBuf {
         self.folder.path().join("lock")
+    }
+
+    /// The kubelet's directory for device plugins.
+    pub fn plugins(&self) -> PathBuf {
+        let folder = self.folder.path().join("plugins");
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
     }
 
     /// As after a crash of the daemon: VMs stay.
@@ -153,6 +167,7 @@ fn serve(socket: &Path, state: &State) -> Runtime {
         VmServiceServer::new(state.clone()),
         NodeServiceServer::new(state.clone()),
     );
+    let pods = PodServiceServer::new(state.clone());
     let (storage, migrations) = (state.storage.clone(), MigrationServiceServer::new(state.clone()));
     let refused = state.refused.clone();
     state.moves.lives.fetch_add(1, Ordering::SeqCst);
@@ -163,6 +178,7 @@ fn serve(socket: &Path, state: &State) -> Runtime {
             .add_service(vms)
             .add_service(nodes)
             .add_service(migrations)
+            .add_service(pods)
             .add_service(DiskServiceServer::new(storage.clone()))
             .add_service(ImageServiceServer::new(storage.clone()))
             .add_service(OperationServiceServer::new(storage));
@@ -352,6 +368,10 @@ impl VmService for State {
             }
             let vm = Some(vm.clone());
             return Ok(Response::new(v1::CreateVmResponse { vm, operation: None }));
+        }
+        let pod = vm.spec.as_ref().and_then(|spec| spec.pod.as_ref());
+        if pod.is_some_and(|pod| !self.pods.is_connected(&pod.uid)) {
+            return Err(not_connected());
         }
         let mut taken = lock(&self.taken);
         if vms.contains_key(&name) || taken.contains(&request.request_id) {

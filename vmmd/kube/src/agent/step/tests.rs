@@ -2,9 +2,9 @@ use serde_json::{Value, json};
 use vmmd_api::v1::{ExitReason, RunPolicy};
 
 use super::*;
-use crate::placeholder::{
-    self, Plan,
-    tests::{machine, settings},
+use crate::{
+    placeholder,
+    run::tests::{machine, settings},
 };
 
 const NOW: &str = "2026-01-02T03:04:05Z";
@@ -32,7 +32,7 @@ fn all() -> Allowed {
 /// The pod of run 3.
 fn pod(change: impl FnOnce(&mut Value)) -> Pod {
     let machine = machine(|_| {});
-    let plan = Plan::of(&machine).unwrap();
+    let plan = placeholder::plan(&machine).unwrap();
     let mut value = serde_json::to_value(placeholder::pod(&machine, &plan, 3, &settings()).unwrap()).unwrap();
     value["metadata"]["uid"] = "p-3".into();
     value["status"] = json!({"phase": "Pending"});
@@ -42,7 +42,7 @@ fn pod(change: impl FnOnce(&mut Value)) -> Pod {
 
 /// The VirtualMachine when run 3 has that pod.
 fn noted(change: impl FnOnce(&mut Value)) -> VirtualMachine {
-    let digest = Plan::of(&machine(|_| {})).unwrap().digest();
+    let digest = placeholder::plan(&machine(|_| {})).unwrap().digest();
     machine(|value| {
         value["status"] = json!({"epoch": 3, "run": {"pod": "web-3", "podUid": "p-3", "digest": digest}});
         change(value);
@@ -438,7 +438,7 @@ fn vm_that_names_files_of_the_node_is_refused_by_default() {
             value["spec"]["volumes"] = json!([{"name": "root", "emptyDisk": {"size": "1Gi"}}]);
             change(&mut value["spec"]["vm"]);
         });
-        let plan = Plan::of(&machine).unwrap();
+        let plan = placeholder::plan(&machine).unwrap();
         let pod = placeholder::pod(&machine, &plan, 3, &settings()).unwrap();
         let mut pod = serde_json::to_value(pod).unwrap();
         pod["metadata"]["uid"] = "p-3".into();
@@ -505,7 +505,7 @@ fn vm_that_names_files_of_the_node_is_refused_by_default() {
 fn a_vm_that_always_runs_can_be_stopped_by_the_agent() {
     let change = |value: &mut Value| value["spec"]["vm"]["runPolicy"] = "always_on".into();
     let always = machine(change);
-    let plan = Plan::of(&always).unwrap();
+    let plan = placeholder::plan(&always).unwrap();
     let machine = noted(|value| {
         change(value);
         value["status"]["run"]["digest"] = plan.digest().into();

@@ -2,7 +2,10 @@ use kube::ResourceExt as _;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::placeholder::tests::{machine, settings};
+use crate::{
+    placeholder,
+    run::tests::{machine, settings},
+};
 
 const NOW: &str = "2026-01-02T03:04:05Z";
 
@@ -18,6 +21,7 @@ fn look(machine: &VirtualMachine, pod: Option<&Pod>, node: Option<&Node>) -> Act
         target: None,
         target_node: None,
         source: None,
+        launcher: false,
         now: now(),
     })
 }
@@ -32,7 +36,7 @@ fn with(policy: &str, status: Value) -> VirtualMachine {
 }
 
 fn run(uid: Option<&str>, end: Option<&str>, of: &VirtualMachine) -> Value {
-    let digest = Plan::of(of).unwrap().digest();
+    let digest = placeholder::plan(of).unwrap().digest();
     json!({"epoch": 3, "run": {"pod": "web-3", "podUid": uid, "digest": digest, "end": end}})
 }
 
@@ -43,7 +47,7 @@ fn in_run(policy: &str, uid: Option<&str>, end: Option<&str>) -> VirtualMachine 
 }
 
 fn pod_of(machine: &VirtualMachine, uid: &str, change: impl FnOnce(&mut Value)) -> Pod {
-    let plan = Plan::of(machine).unwrap();
+    let plan = placeholder::plan(machine).unwrap();
     let pod = placeholder::pod(machine, &plan, 3, &settings()).unwrap();
     let mut value = serde_json::to_value(pod).unwrap();
     value["metadata"]["uid"] = uid.into();
@@ -90,7 +94,7 @@ fn run_number_is_written_before_the_pod_and_the_pod_after() {
     let (machine, act) = settle(fresh, None, None);
     assert!(matches!(act, Act::CreatePod(_)), "{act:?}");
     let pod = {
-        let plan = Plan::of(&machine).unwrap();
+        let plan = placeholder::plan(&machine).unwrap();
         let mut pod = placeholder::pod(&machine, &plan, 1, &settings()).unwrap();
         pod.metadata.uid = Some("p-1".to_owned());
         pod
@@ -252,6 +256,7 @@ fn no_run_begins_before_the_old_pod_of_a_moved_vm_is_gone() {
             target: None,
             target_node: None,
             source,
+            launcher: false,
             now: now(),
         })
     };
@@ -338,6 +343,7 @@ fn times_of_conditions_stay_as_long_as_their_status_does() {
         target: None,
         target_node: None,
         source: None,
+        launcher: false,
         now: later,
     };
     assert_eq!(next(&seen), Act::Idle);
@@ -387,4 +393,95 @@ fn a_vm_that_waits_for_its_next_start_does_not_run() {
     });
     let (machine, _) = settle(machine, Some(&pod), Some(&node("True")));
     assert_eq!(machine.status.unwrap().phase, "Restarting");
+}
+
+#[test]
+fn no_run_begins_while_a_launcher_pod_exists() {
+    let launched = |status: Value| {
+        machine(|value| {
+            value["metadata"]["finalizers"] = json!([names::POD_GONE]);
+            value["spec"]["vm"]["boot"] = json!({"fromDisk": {}});
+            value["spec"]["vm"]["disks"] = json!([{"name": "root"}]);
+            value["spec"]["vm"]["runPolicy"] = "always_on".into();
+            value["spec"]["volumes"] = json!([{"name": "root", "emptyDisk": {"size": "1Gi"}}]);
+            value["status"] = status;
+        })
+    };
+    let look = |machine: &VirtualMachine, pod: Option<&Pod>| {
+        next(&Seen {
+            machine,
+            pod,
+            node: None,
+            target: None,
+            target_node: None,
+            source: None,
+            launcher: true,
+            now: now(),
+        })
+    };
+    let digest = crate::launcher::plan(&launched(json!({}))).unwrap().digest();
+    let run = json!({"epoch": 3, "run": {"pod": "web-3", "podUid": "p-3", "digest": digest, "epoch": 3}});
+    let container = |state: Value| json!([{"name": "vm", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state}]);
+    type Change = Box<dyn Fn(&mut Value)>;
+    let states = |value: Value| -> Change {
+        Box::new(move |pod| pod["status"]["containerStatuses"] = container(value.clone()))
+    };
+    let unbound: Change = Box::new(|pod| pod["spec"]["nodeName"] = Value::Null);
+    let lost: Change = Box::new(|pod| pod["status"]["phase"] = "Failed".into());
+    let table = [
+        ("unbound", unbound),
+        ("bound", Box::new(|_| {})),
+        (
+            "created",
+            states(json!({"waiting": {"reason": "ContainerCreating"}})),
+        ),
+        ("running", states(json!({"running": {}}))),
+        (
+            "ended",
+            states(json!({"terminated": {"exitCode": 0, "message": "GuestShutdown: off"}})),
+        ),
+        (
+            "failed",
+            states(json!({"terminated": {"exitCode": 1, "message": "GuestPanic: it panicked"}})),
+        ),
+        ("lost", lost),
+    ];
+    for (what, change) in &table {
+        for deletion in [None, Some(30), Some(0)] {
+            let mut machine = launched(run.clone());
+            let plan = crate::launcher::plan(&machine).unwrap();
+            let modes = crate::launcher::Modes::new();
+            let pod = crate::launcher::pod(&machine, &plan, 3, &settings(), &modes).unwrap();
+            let mut pod = serde_json::to_value(pod).unwrap();
+            pod["metadata"]["uid"] = "p-3".into();
+            pod["spec"]["nodeName"] = "n1".into();
+            pod["status"] = json!({"phase": "Running"});
+            change(&mut pod);
+            if let Some(grace) = deletion {
+                pod["metadata"]["deletionTimestamp"] = NOW.into();
+                pod["metadata"]["deletionGracePeriodSeconds"] = grace.into();
+            }
+            let pod: Pod = serde_json::from_value(pod).unwrap();
+            let act = loop {
+                match look(&machine, Some(&pod)) {
+                    Act::Write(status) => machine.status = Some(*status),
+                    act => break act,
+                }
+            };
+            let status = machine.status.as_ref().unwrap();
+            assert_eq!(status.epoch, 3, "{what} {deletion:?}");
+            // A pod whose guest has powered off makes room for the next run.
+            let wanted = match (*what, deletion) {
+                ("ended", None) => deletes("p-3"),
+                ("failed", None) => Act::Wait(SignedDuration::from_secs(10)),
+                _ => Act::Idle,
+            };
+            assert_eq!(act, wanted, "{what} {deletion:?}");
+        }
+    }
+    // When the API server has no pod any more, the next run begins.
+    let Act::Write(status) = look(&launched(run), None) else {
+        panic!("no run");
+    };
+    assert_eq!(status.epoch, 4);
 }

@@ -1,7 +1,10 @@
 use serde_json::{Value, json};
 
 use super::*;
-use crate::placeholder::tests::{machine, settings};
+use crate::{
+    placeholder,
+    run::tests::{machine, settings},
+};
 
 const NOW: &str = "2026-01-02T03:04:05Z";
 
@@ -16,7 +19,7 @@ fn running(change: impl FnOnce(&mut Value)) -> VirtualMachine {
         value["metadata"]["finalizers"] = json!([names::POD_GONE]);
         change(value);
     });
-    let digest = Plan::of(&running).unwrap().digest();
+    let digest = placeholder::plan(&running).unwrap().digest();
     running.status = Some(VirtualMachineStatus {
         epoch: 3,
         run: Some(Run {
@@ -45,7 +48,7 @@ fn change(pod: Pod, change: impl FnOnce(&mut Value)) -> Pod {
 
 /// The pod of run 3, whose VM runs.
 fn source(machine: &VirtualMachine, more: impl FnOnce(&mut Value)) -> Pod {
-    let plan = Plan::of(machine).unwrap();
+    let plan = placeholder::plan(machine).unwrap();
     change(placeholder::pod(machine, &plan, 3, &settings()).unwrap(), |pod| {
         pod["metadata"]["uid"] = "p-3".into();
         pod["spec"]["nodeName"] = "n1".into();
@@ -63,7 +66,7 @@ fn evicted(pod: &mut Value) {
 
 /// The pod of run 4, which the VM is to be moved to.
 fn target(machine: &VirtualMachine, more: impl FnOnce(&mut Value)) -> Pod {
-    let plan = Plan::of(machine).unwrap();
+    let plan = placeholder::plan(machine).unwrap();
     let pod = placeholder::target(machine, &plan, 4, &settings(), ("n1", None)).unwrap();
     change(pod, |pod| {
         pod["metadata"]["uid"] = "p-4".into();
@@ -99,9 +102,10 @@ fn look(machine: &VirtualMachine, source: Option<&Pod>, target: Option<&Pod>, se
         target,
         target_node: Some(&to),
         source: None,
+        launcher: false,
         now: at(seconds),
     };
-    let plan = Plan::of(machine).ok();
+    let plan = placeholder::plan(machine).ok();
     next(&seen, machine.status.as_ref().unwrap(), source, plan.as_ref())
 }
 
@@ -411,6 +415,7 @@ fn the_pods_of_a_migration_that_is_over_are_known() {
             target,
             target_node: None,
             source,
+            launcher: false,
             now: at(10),
         };
         left_over(&seen, machine.status.as_ref().unwrap()).and_then(Pod::uid)
@@ -432,9 +437,10 @@ fn the_pods_of_a_migration_that_is_over_are_known() {
             target: None,
             target_node: None,
             source: left,
+            launcher: false,
             now: at(10),
         };
-        let plan = Plan::of(&succeeded).ok();
+        let plan = placeholder::plan(&succeeded).ok();
         next(
             &seen,
             succeeded.status.as_ref().unwrap(),

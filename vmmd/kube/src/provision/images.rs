@@ -1,18 +1,18 @@
 //! Images of container disks, which vmmd imports from registries.
 
-use std::{collections::HashMap, time::Duration};
+use std::{
+    collections::HashMap,
+    sync::{MutexGuard, PoisonError},
+    time::Duration,
+};
 
-use k8s_openapi::{ByteString, api::core::v1::Pod};
-use kube::ResourceExt as _;
+use k8s_openapi::ByteString;
 use serde_json::Value;
 use tokio::time::Instant;
 use tonic::{Code, Status};
 use vmmd_api::v1::{self, ImagePhase, OperationPhase};
 
-use super::{
-    prepare::{Data, Lack},
-    work::{Error, Worker},
-};
+use super::{Data, Error, IMPORTING_IMAGE, Kind, Lack, Objects, Provisioner, RunPod};
 use crate::{
     daemon::{self, CALL, within},
     names,
@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Key of a Secret of type kubernetes.io/dockerconfigjson.
-const DOCKER_CONFIG: &str = ".dockerconfigjson";
+pub const DOCKER_CONFIG: &str = ".dockerconfigjson";
 /// How soon an import that failed is tried again; twice as long each time.
 const FIRST_WAIT: Duration = Duration::from_secs(10);
 /// How long it waits at most.
@@ -62,16 +62,17 @@ impl Import {
     }
 }
 
-impl Worker {
+impl Provisioner {
     /// The name of the image of this reference, when the node has it.
     pub async fn image(
         &self,
-        pod: &Pod,
+        pod: &RunPod,
         reference: &str,
         secrets: &[SecretName],
+        objects: &impl Objects,
     ) -> Result<Result<String, NoImage>, Error> {
-        let namespace = pod.namespace().unwrap_or_default();
-        let name = names::image_name(reference, (!secrets.is_empty()).then_some(&namespace));
+        let namespace = &pod.namespace;
+        let name = names::image_name(reference, (!secrets.is_empty()).then_some(namespace));
         let lacks = |reason, message: String| Ok(Err(NoImage::Lacks(Lack::new(reason, message))));
         let importing = format!("the image {reference} is being imported");
         if let Some(image) = self.daemon.image(&name).await? {
@@ -80,7 +81,7 @@ impl Worker {
                 self.imports().remove(&name);
                 return Ok(Ok(name));
             }
-            return lacks("ImportingImage", importing);
+            return lacks(IMPORTING_IMAGE, importing);
         }
         let mut import = self.imports().get(&name).cloned().unwrap_or_default();
         if !import.operation.is_empty() {
@@ -91,7 +92,7 @@ impl Worker {
                         import.fail(&error.unwrap_or(operation.message), Instant::now());
                     }
                     OperationPhase::Completed => import = Import::default(),
-                    _ => return lacks("ImportingImage", importing),
+                    _ => return lacks(IMPORTING_IMAGE, importing),
                 },
                 None => import.operation.clear(),
             }
@@ -102,16 +103,16 @@ impl Worker {
         {
             return lacks("ImportFailed", format!("the image {reference}: {message}"));
         }
-        if self.under_way(&namespace).await? >= OF_NAMESPACE {
+        if self.under_way(namespace).await? >= OF_NAMESPACE {
             let message = format!(
                 "the image {reference} waits until one of the {OF_NAMESPACE} imports of this namespace has ended"
             );
-            return lacks("ImportingImage", message);
+            return lacks(IMPORTING_IMAGE, message);
         }
         let registry = registry(reference);
         let mut credentials = None;
         for SecretName { name } in secrets {
-            match self.secret(&namespace, name).await? {
+            match objects.data(Kind::Secret, name).await? {
                 Ok(data) => credentials = credentials.or_else(|| self::credentials(&data, registry)),
                 Err(lack) => return Ok(Err(NoImage::Lacks(lack))),
             }
@@ -120,16 +121,16 @@ impl Worker {
         match within(CALL, self.daemon.images.clone().import_image(request)).await {
             Ok(answer) => {
                 import.operation = answer.operation.map(|operation| operation.id).unwrap_or_default();
-                import.namespace.clone_from(&namespace);
+                import.namespace.clone_from(namespace);
                 import.failed = None;
                 self.imports().insert(name, import);
-                lacks("ImportingImage", importing)
+                lacks(IMPORTING_IMAGE, importing)
             }
             // For another pod.
-            Err(status) if status.code() == Code::AlreadyExists => lacks("ImportingImage", importing),
+            Err(status) if status.code() == Code::AlreadyExists => lacks(IMPORTING_IMAGE, importing),
             // All namespaces together have too many imports.
             Err(status) if status.code() == Code::ResourceExhausted => lacks(
-                "ImportingImage",
+                IMPORTING_IMAGE,
                 format!("the image {reference} waits: {}", status.message()),
             ),
             Err(status) if daemon::refused(&status) => Ok(Err(NoImage::Refused(Box::new(status)))),
@@ -138,7 +139,12 @@ impl Worker {
     }
 }
 
-impl Worker {
+impl Provisioner {
+    /// The imports that this agent has begun.
+    fn imports(&self) -> MutexGuard<'_, Imports> {
+        self.imports.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn import(
         &self,
         name: &str,

@@ -1,28 +1,16 @@
 //! Disks of vmmd for a run: from images, which the node keeps, or of zeroes. They have the label of
-//! the pod's uid, and are removed before the pod. Disks of forcibly removed pods are removed later.
+//! the pod's uid, and are deleted after the VM. Disks of forcibly removed pods are deleted later.
 
-use std::time::Duration;
-
-use k8s_openapi::api::core::v1::Pod;
-use kube::{Api, Client, ResourceExt as _};
 use tonic::{Code, Status};
 use vmmd_api::{v1, well_known};
 
-use super::{
-    images::NoImage,
-    prepare::Lack,
-    work::{Error, Worker},
-};
+use super::{Error, Lack, MAKING_DISK, Objects, Provisioner, RunPod, images::NoImage};
 use crate::{
     daemon::{self, CALL, Daemon, within},
     names,
     sources::{self, SecretName, Volume},
 };
 
-/// How often it is looked for disks whose pods are gone.
-const SWEEP: Duration = Duration::from_secs(300);
-/// How soon it is looked again when vmmd or the API server did not answer.
-const RETRY: Duration = Duration::from_secs(30);
 /// How long an image of which no disk is made is kept, in seconds: a week.
 const KEEP_IMAGES: i64 = 7 * 24 * 3600;
 
@@ -34,19 +22,19 @@ pub enum NoDisk {
     Refused(Box<Status>),
 }
 
-impl Worker {
+impl Provisioner {
     /// The name of the disk for a volume of a pod's run, which is made when it is not there.
     pub async fn disk(
         &self,
-        pod: &Pod,
+        pod: &RunPod,
         volume: &Volume,
         secrets: &[SecretName],
+        objects: &impl Objects,
     ) -> Result<Result<String, NoDisk>, Error> {
-        let uid = pod.uid().unwrap_or_default();
-        let name = names::disk_name(&volume.name, &uid);
+        let name = names::disk_name(&volume.name, &pod.uid);
         let making = || {
             let message = format!("the disk of volume {} is being made", volume.name);
-            Ok(Err(NoDisk::Lacks(Lack::new("MakingDisk", message))))
+            Ok(Err(NoDisk::Lacks(Lack::new(MAKING_DISK, message))))
         };
         if let Some(disk) = self.daemon.disk(&name).await? {
             let phase = disk.status.map(|status| status.phase()).unwrap_or_default();
@@ -57,7 +45,7 @@ impl Worker {
         }
         let mut spec = v1::VolumeSpec::default();
         if let Some(disk) = &volume.container_disk {
-            let image = match self.image(pod, &disk.image, secrets).await? {
+            let image = match self.image(pod, &disk.image, secrets, objects).await? {
                 Ok(image) => image,
                 Err(NoImage::Lacks(lack)) => return Ok(Err(NoDisk::Lacks(lack))),
                 Err(NoImage::Refused(status)) => return Ok(Err(NoDisk::Refused(status))),
@@ -89,20 +77,16 @@ impl Worker {
         }
     }
 
-    fn metadata(&self, name: String, pod: &Pod, volume: &str) -> v1::ObjectMetadata {
-        let label = |key: &str| pod.labels().get(key).cloned().unwrap_or_default();
-        let place = format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any());
+    fn metadata(&self, name: String, pod: &RunPod, volume: &str) -> v1::ObjectMetadata {
         let pair = |key: &str, value: String| (key.to_owned(), value);
         v1::ObjectMetadata {
             name,
-            labels: [
-                pair(names::MACHINE_UID, label(names::MACHINE_UID)),
-                pair(names::EPOCH, label(names::EPOCH)),
-                pair(names::POD_UID, pod.uid().unwrap_or_default()),
-                pair(names::AGENT, self.node.clone()),
+            labels: pod.labels(&self.node).into(),
+            annotations: [
+                pair(names::POD, pod.path()),
+                pair(names::VOLUME, volume.to_owned()),
             ]
             .into(),
-            annotations: [pair(names::POD, place), pair(names::VOLUME, volume.to_owned())].into(),
             owner: names::MANAGER.to_owned(),
             ..v1::ObjectMetadata::default()
         }
@@ -113,6 +97,28 @@ impl Worker {
         for disk in list(&self.daemon, names::POD_UID, uid).await? {
             delete(&self.daemon, &disk).await?;
         }
+        Ok(())
+    }
+
+    /// All disks that the agent of this node has made for runs.
+    pub async fn disks(&self) -> Result<Vec<v1::Disk>, Error> {
+        Ok(list(&self.daemon, names::AGENT, &self.node).await?)
+    }
+
+    /// Deletes the images of which no disk was made for a week.
+    pub async fn prune_images(&self) -> Result<(), Error> {
+        let request = v1::PruneImagesRequest {
+            filter: Some(v1::ObjectFilter {
+                labels: vec![format!("{}={}", names::AGENT, self.node)],
+                ..v1::ObjectFilter::default()
+            }),
+            older_than: Some(well_known::Duration {
+                seconds: KEEP_IMAGES,
+                nanos: 0,
+            }),
+            ..v1::PruneImagesRequest::default()
+        };
+        within(CALL, self.daemon.images.clone().prune_images(request)).await?;
         Ok(())
     }
 }
@@ -138,7 +144,8 @@ async fn list(daemon: &Daemon, label: &str, value: &str) -> Result<Vec<v1::Disk>
     }
 }
 
-async fn delete(daemon: &Daemon, disk: &v1::Disk) -> Result<(), Status> {
+/// Deletes a disk. vmmd refuses to delete a disk of a VM.
+pub async fn delete(daemon: &Daemon, disk: &v1::Disk) -> Result<(), Status> {
     let metadata = disk.metadata.clone().unwrap_or_default();
     let request = v1::DeleteDiskRequest {
         name: metadata.name,
@@ -152,52 +159,4 @@ async fn delete(daemon: &Daemon, disk: &v1::Disk) -> Result<(), Status> {
         Err(status) if status.code() != Code::NotFound => Err(status),
         _ => Ok(()),
     }
-}
-
-/// Removes objects that were created for pods that are gone. Never returns.
-pub async fn sweep(client: Client, daemon: Daemon, node: String) {
-    loop {
-        let wait = match sweep_once(&client, &daemon, &node).await {
-            Ok(()) => SWEEP,
-            Err(error) => {
-                tracing::debug!("disks of pods that are gone: {error}");
-                RETRY
-            }
-        };
-        tokio::time::sleep(wait).await;
-    }
-}
-
-/// vmmd refuses the removal of a disk of a VM, regardless of the API server's report about the pod.
-async fn sweep_once(client: &Client, daemon: &Daemon, node: &str) -> Result<(), Error> {
-    for disk in list(daemon, names::AGENT, node).await? {
-        let metadata = disk.metadata.clone().unwrap_or_default();
-        let place = metadata
-            .annotations
-            .get(names::POD)
-            .and_then(|place| place.split_once('/'));
-        let Some((namespace, pod)) = place else { continue };
-        let pods = Api::<Pod>::namespaced(client.clone(), namespace);
-        let pod = pods.get_opt(pod).await?;
-        if pod.and_then(|pod| pod.uid()).as_ref() == metadata.labels.get(names::POD_UID) {
-            continue;
-        }
-        tracing::info!(disk = metadata.name, "its pod is gone: it is deleted");
-        if let Err(status) = delete(daemon, &disk).await {
-            tracing::debug!(disk = metadata.name, "{}", status.message());
-        }
-    }
-    let request = v1::PruneImagesRequest {
-        filter: Some(v1::ObjectFilter {
-            labels: vec![format!("{}={node}", names::AGENT)],
-            ..v1::ObjectFilter::default()
-        }),
-        older_than: Some(well_known::Duration {
-            seconds: KEEP_IMAGES,
-            nanos: 0,
-        }),
-        ..v1::PruneImagesRequest::default()
-    };
-    within(CALL, daemon.images.clone().prune_images(request)).await?;
-    Ok(())
 }
