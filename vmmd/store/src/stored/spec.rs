@@ -43,6 +43,8 @@ stored! {
         guest_agent: Option<GuestAgentSpec>,
         #[prost(message, optional, tag = "30")]
         smbios: Option<SmbiosSpec>,
+        #[prost(message, optional, tag = "32")]
+        tpm: Option<TpmSpec>,
     }
 }
 
@@ -511,6 +513,11 @@ stored! {
 stored! {
     /// The channel to the guest's agent.
     GuestAgentSpec of v1::GuestAgentSpec {}
+}
+
+stored! {
+    /// The TPM.
+    TpmSpec of v1::TpmSpec {}
 }
 
 stored! {
