@@ -7,6 +7,7 @@ pub use rfb::fuzz::client as rfb_client;
 
 pub use crate::ahci::fuzz::port as ahci_port;
 pub use crate::firmware::fuzz::{flash, fw_cfg};
+pub use crate::tpm::fuzz::registers as tpm_registers;
 pub use crate::virtio::{
     balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue,
     console::fuzz::driver as console_driver, gpu::fuzz::commands as gpu_commands,
@@ -44,6 +45,7 @@ mod tests {
     #[case::net_queue("net_queue", crate::fuzzing::net_queue)]
     #[case::qcow2_image("qcow2_image", crate::fuzzing::qcow2_image)]
     #[case::rfb_client("rfb_client", crate::fuzzing::rfb_client)]
+    #[case::tpm_registers("tpm_registers", crate::fuzzing::tpm_registers)]
     fn the_committed_seeds_do_no_harm(#[case] name: &str, #[case] target: fn(&[u8])) {
         let seeds = seeds(name);
         assert!(!seeds.is_empty(), "no seeds of {name}");
@@ -87,6 +89,7 @@ mod tests {
     #[case::input_driver(3000, 600, crate::fuzzing::input_driver)]
     #[case::net_queue(3000, 600, crate::fuzzing::net_queue)]
     #[case::rfb_client(3000, 600, crate::fuzzing::rfb_client)]
+    #[case::tpm_registers(3000, 600, crate::fuzzing::tpm_registers)]
     fn no_bytes_do_harm(#[case] cases: u32, #[case] most: usize, #[case] target: fn(&[u8])) {
         let config = ProptestConfig {
             cases,

@@ -21,5 +21,6 @@ pub mod queue_state;
 pub mod serial;
 pub mod state;
 pub mod sys;
+pub mod tpm;
 pub mod vhost_user;
 pub mod virtio;

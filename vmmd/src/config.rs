@@ -70,6 +70,8 @@ pub struct Config {
     pub published_ports: Vec<String>,
     /// The program that serves shares. Default: `virtiofsd` beside the `vmm`.
     pub virtiofsd: Option<PathBuf>,
+    /// The program that serves the TPM of a VM. Default `/usr/bin/swtpm`, of Debian's package `swtpm`.
+    pub swtpm: PathBuf,
     /// The device of KVM. Default `/dev/kvm`.
     pub kvm_device: PathBuf,
     /// A cgroup v2 directory below which each VM gets a cgroup; made when missing. Default: `vms` below the daemon's
@@ -279,6 +281,7 @@ impl Default for Config {
             netd: None,
             published_ports: Vec::new(),
             virtiofsd: None,
+            swtpm: "/usr/bin/swtpm".into(),
             kvm_device: "/dev/kvm".into(),
             cgroup: None,
             firmware: Firmware::default(),
@@ -354,6 +357,7 @@ impl Config {
             ("pods.socket", self.pods.socket.as_ref()),
             ("vmm", self.vmm.as_ref()),
             ("virtiofsd", self.virtiofsd.as_ref()),
+            ("swtpm", Some(&self.swtpm)),
             ("kvm_device", Some(&self.kvm_device)),
             ("cgroup", self.cgroup.as_ref()),
             ("audit_log", self.audit_log.as_ref()),

@@ -156,7 +156,7 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 36] = [
+const FLAGS: [&str; 37] = [
     "smbios",
     "timezone",
     "boot_menu",
@@ -184,6 +184,7 @@ const FLAGS: [&str; 36] = [
     "display",
     "virtio_console",
     "guest_agent",
+    "tpm",
     "core_fraction",
     "core_limit",
     "host_cpus",
@@ -266,6 +267,9 @@ pub struct Guest {
     /// Add a channel to the QEMU guest agent in the guest: `vmmctl exec`
     #[arg(long)]
     pub guest_agent: bool,
+    /// Add a TPM 2.0; needs the package swtpm on the node
+    #[arg(long)]
+    pub tpm: bool,
     /// CD-ROM drive with an ISO image of the node, or a disk that vmmd manages, as its medium; needs --firmware. May be given several
     /// times
     #[arg(long = "cdrom", value_name = "PATH|DISK")]

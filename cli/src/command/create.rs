@@ -151,6 +151,7 @@ pub fn of_guest(guest: &Guest, nics: &[String]) -> Result<v1::VmSpec> {
         cloud_init: cloud_init::from_flags(&guest.cloud_init)?,
         state_dir: guest.state_dir.clone().unwrap_or_default(),
         guest_agent: guest.guest_agent.then_some(v1::GuestAgentSpec {}),
+        tpm: guest.tpm.then_some(v1::TpmSpec {}),
         display: guest.display.map(|layout| v1::DisplaySpec {
             keyboard_layout: layout.into(),
             ..v1::DisplaySpec::default()

@@ -171,6 +171,7 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         "Guest agent",
         spec.guest_agent.as_ref().map_or("", |_| "qemu-guest-agent"),
     );
+    text.put("TPM", spec.tpm.as_ref().map_or("", |_| "2.0 (swtpm)"));
     match spec.boot.as_ref().and_then(|boot| boot.source.as_ref()) {
         Some(v1::boot_spec::Source::Linux(linux)) => {
             text.title("Boot");

@@ -43,6 +43,8 @@ const DISPLAY: u64 = 410 * MIB;
 
 /// The channel to an agent: its worker, and 1 MiB that its client has not taken.
 const AGENT: u64 = 2 * MIB;
+/// A TPM: swtpm, which has some 6 MiB.
+const TPM: u64 = 32 * MIB;
 /// A virtio-console: its history of 1.25 MiB, and 5 MiB that clients have not taken of it.
 const CONSOLE: u64 = 8 * MIB;
 /// A share: the process that serves it, with its state of the files that the guest knows. The
@@ -67,6 +69,9 @@ const CONSOLE_TASKS: u64 = 2;
 /// Of a share: its process with a thread for its queues, and the thread of the `vmm` that gives it the queues; and as many again.
 const SHARE_TASKS: u64 = 8;
 
+/// Of a TPM: its worker, and swtpm.
+const TPM_TASKS: u64 = 2;
+
 /// In bytes, without the guest's RAM.
 pub fn memory(spec: &VmSpec) -> u64 {
     // One whose format the spec does not say may be of either.
@@ -85,6 +90,7 @@ pub fn memory(spec: &VmSpec) -> u64 {
         DISPLAY * count(spec.display.iter()),
         CONSOLE * u64::from(spec.virtio_console),
         AGENT * u64::from(spec.guest_agent),
+        TPM * u64::from(spec.tpm),
         spec.shares.iter().map(share).sum(),
     ]
     .into_iter()
@@ -100,6 +106,7 @@ pub fn tasks(spec: &VmSpec) -> u64 {
         + DISPLAY_TASKS * count(spec.display.iter())
         + CONSOLE_TASKS * u64::from(spec.virtio_console)
         + u64::from(spec.guest_agent)
+        + TPM_TASKS * u64::from(spec.tpm)
         + SHARE_TASKS * count(spec.shares.iter())
 }
 

@@ -103,6 +103,8 @@ pub struct VmSpec {
     pub virtio_console: bool,
     /// It has a channel to the agent in the guest.
     pub guest_agent: bool,
+    /// It has a TPM.
+    pub tpm: bool,
     /// Directories of the node in the order of the manifest. With any, its memory is shared.
     pub shares: Vec<Share>,
     /// Directory of the node where the daemon keeps files about the VM; absolute, without `..`.
@@ -420,6 +422,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 display,
                 virtio_console: spec.virtio_console.is_some(),
                 guest_agent: spec.guest_agent.is_some(),
+                tpm: spec.tpm.is_some(),
                 shares,
                 state_dir,
                 cloud_init,

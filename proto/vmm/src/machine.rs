@@ -83,6 +83,17 @@ pub struct Machine {
     pub smbios: Smbios,
     /// Difference of the real-time clock to UTC: from a time on, in seconds of Unix time, so many seconds.
     pub clock_offsets: Vec<(u64, i32)>,
+    /// The TPM, if it has one.
+    pub tpm: Option<Tpm>,
+}
+
+/// A TPM, served by swtpm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tpm {
+    /// Socket for the TPM's commands.
+    pub data: FdIndex,
+    /// Socket for swtpm's control channel.
+    pub control: FdIndex,
 }
 
 /// Processor that the guest sees.
@@ -361,6 +372,10 @@ impl Machine {
             sync_clock: spec.sync_clock,
             smbios: smbios(&mut claims, spec.smbios.as_ref()),
             clock_offsets: clock_offsets(&mut claims, &spec.clock_offsets),
+            tpm: spec.tpm.map(|wire| Tpm {
+                data: claims.fd("tpm.data_fd", wire.data_fd),
+                control: claims.fd("tpm.control_fd", wire.control_fd),
+            }),
         };
         let on_sata = |disk: &Disk| matches!(disk.place, DiskPlace::Sata { .. });
         if machine.disks.iter().any(on_sata) && !matches!(machine.boot, Boot::Firmware { .. }) {

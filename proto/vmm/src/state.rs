@@ -196,6 +196,7 @@ saved! {
     Serial: "serial", 1;
     LegacyDevices: "legacy", 2;
     Firmware: "firmware", 1;
+    Tpm: "tpm", 1;
     SnapshotInfo: "snapshot", 1;
     SnapshotMemory: "snapshot-memory", 1;
 }

@@ -51,12 +51,16 @@ const FLASH_START: u64 = 0xff00_0000;
 /// The end of the flash.
 const FLASH_END: u64 = 4 * layout::GIB;
 
+/// Length of the TPM's event log of a BIOS, in bytes: as long as QEMU makes it.
+pub(super) const TPM_LOG: u32 = 64 << 10;
+
 /// Files of fw_cfg.
 mod name {
     pub(super) const E820: &str = "etc/e820";
     pub(super) const LOADER: &str = "etc/table-loader";
     pub(super) const RSDP: &str = "etc/acpi/rsdp";
     pub(super) const ACPI: &str = "etc/acpi/tables";
+    pub(super) const TPM_LOG: &str = "etc/tpm/log";
     pub(super) const SMBIOS_ANCHOR: &str = "etc/smbios/smbios-anchor";
     pub(super) const SMBIOS_TABLES: &str = "etc/smbios/smbios-tables";
     pub(super) const BOOT_ORDER: &str = "bootorder";
@@ -298,6 +302,9 @@ fn items(described: &Described<'_>) -> Result<Items, Failure> {
         // OVMF searches for the serial port.
         files.push((name::SERIAL_CONSOLE, COM1_PORT.to_le_bytes().to_vec()));
     }
+    if acpi.has_tpm_log {
+        files.push((name::TPM_LOG, vec![0; TPM_LOG as usize]));
+    }
     for (name, content) in files {
         items
             .add_file(name, &content)
@@ -377,6 +384,8 @@ struct AcpiFiles {
     tables: Vec<u8>,
     /// The commands that turn the offsets in both files into addresses.
     loader: Vec<u8>,
+    /// The commands name a file for the TPM's event log.
+    has_tpm_log: bool,
 }
 
 /// The ACPI tables with offsets in place of addresses.
@@ -414,6 +423,17 @@ fn tables(platform: &Platform) -> Result<AcpiFiles, Failure> {
             &[file_at(*pointer), &others, &number(*pointer)?.to_le_bytes(), &[8]],
         );
     }
+    if let Some(pointer) = tables.tpm_log {
+        let log = file(name::TPM_LOG);
+        add(
+            loader::ALLOCATE,
+            &[&log, &1_u32.to_le_bytes(), &[loader::ZONE_HIGH]],
+        );
+        add(
+            loader::ADD_POINTER,
+            &[file_at(pointer), &log, &number(pointer)?.to_le_bytes(), &[8]],
+        );
+    }
     for sum in &tables.checksums {
         if let Some(byte) = tables.bytes.get_mut(sum.at) {
             *byte = 0;
@@ -423,6 +443,7 @@ fn tables(platform: &Platform) -> Result<AcpiFiles, Failure> {
         let parts = [at.to_le_bytes(), start.to_le_bytes(), length.to_le_bytes()];
         add(loader::ADD_CHECKSUM, &[file_at(sum.range.start), &parts.concat()]);
     }
+    let has_tpm_log = tables.tpm_log.is_some();
     let mut tables = tables.bytes;
     let head = tables.iter_mut().take(acpi::RSDP_LENGTH);
     let rsdp = head.map(std::mem::take).collect();
@@ -430,6 +451,7 @@ fn tables(platform: &Platform) -> Result<AcpiFiles, Failure> {
         rsdp,
         tables,
         loader: commands,
+        has_tpm_log,
     })
 }
 

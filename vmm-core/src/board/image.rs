@@ -116,7 +116,7 @@ impl Image {
             },
             texts: spec.smbios.clone(),
             topology: spec.topology,
-            platform: platform(map(spec), apic_ids, windows, spec.display.is_some()),
+            platform: platform(spec, apic_ids, windows),
             screen: spec
                 .display
                 .as_ref()
@@ -272,7 +272,8 @@ pub(super) fn pci_windows(map: Map, ram: u64, bits: u32) -> PciWindows {
     }
 }
 
-fn platform(map: Map, apic_ids: Vec<u32>, windows: &PciWindows, has_keyboard: bool) -> Platform {
+fn platform(spec: &vmm_protocol::machine::Machine, apic_ids: Vec<u32>, windows: &PciWindows) -> Platform {
+    let map = map(spec);
     let mmio64 = std::array::from_fn(|bus| {
         let reach = windows.reach_of_bus(bus).into_iter();
         reach.map(|range| range.start..=range.end - 1).collect()
@@ -291,7 +292,7 @@ fn platform(map: Map, apic_ids: Vec<u32>, windows: &PciWindows, has_keyboard: bo
         mmio32: low(mmio32.start)..=low(mmio32.end - 1),
         mmio64,
         com1: (COM1_PORT, COM1_GSI),
-        keyboard: has_keyboard.then_some((
+        keyboard: spec.display.is_some().then_some((
             port(legacy::i8042::DATA_PORT),
             port(legacy::i8042::COMMAND_PORT),
             KEYBOARD_GSI,
@@ -307,6 +308,12 @@ fn platform(map: Map, apic_ids: Vec<u32>, windows: &PciWindows, has_keyboard: bo
         // Firmware owns the memory where it would be.
         generation_id: (!has_firmware).then_some(low(layout::GENERATION_ID.start)),
         generation_gsi: GENERATION_GSI,
+        tpm: spec.tpm.map(|_| acpi::Tpm {
+            log_bytes: match map {
+                Map::Bios => firmware::TPM_LOG,
+                Map::Direct | Map::Uefi => 0,
+            },
+        }),
     }
 }
 

@@ -1,6 +1,14 @@
 //! A machine that boots through firmware: its variables are part of its state.
 
-use std::{fs::File, os::unix::fs::FileExt};
+use std::{
+    fs::{self, File},
+    os::{
+        fd::AsRawFd,
+        unix::{fs::FileExt, net::UnixStream},
+    },
+    path::Path,
+    process::{Child, Command},
+};
 
 use super::{
     process::{Client, Vmm},
@@ -123,5 +131,59 @@ fn sata_controller_comes_with_a_drive_and_goes_with_a_snapshot() {
     let mut client = other.client();
     client.send_firmware(&prober(), &erased(), Some(&medium), Some(&snapshot));
     assert_eq!(state(&client.answer()), State::Running);
+    client.ask(Op::Stop(Stop {}));
+}
+
+/// A swtpm with its state in `folder`, and the sockets for a `vmm`.
+fn swtpm(folder: &Path) -> (Child, [UnixStream; 2]) {
+    let (data, its_data) = UnixStream::pair().unwrap();
+    let (control, its_control) = UnixStream::pair().unwrap();
+    for socket in [&its_data, &its_control] {
+        rustix::io::fcntl_setfd(socket, rustix::io::FdFlags::empty()).unwrap();
+    }
+    let process = Command::new("swtpm")
+        .args(["socket", "--tpm2", "--tpmstate"])
+        .arg(format!("dir={}", folder.display()))
+        .arg(format!("--fd={}", its_data.as_raw_fd()))
+        .arg(format!("--ctrl=type=unixio,clientfd={}", its_control.as_raw_fd()))
+        .spawn()
+        .unwrap_or_else(|error| panic!("swtpm: {error}: .ci/setup installs it"));
+    (process, [data, control])
+}
+
+#[test]
+fn tpm_goes_with_a_snapshot_and_swtpm_ends_with_its_machine() {
+    let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let permanent = |index: usize| {
+        let folder: &tempfile::TempDir = &folders[index];
+        fs::read(folder.path().join("tpm2-00.permall")).unwrap()
+    };
+    let (mut its_swtpm, sockets) = swtpm(folders[0].path());
+    let first = Vmm::start();
+    let mut client = first.client();
+    client.send_firmware_with(&code(), &erased(), None, None, Some(&sockets));
+    assert_eq!(state(&client.answer()), State::Running);
+    drop(sockets);
+    first.wait_for_serial("hi!");
+    let snapshot = tempfile::tempfile().unwrap();
+    assert!(matches!(client.save(&snapshot, true), Answer::Saved(_)));
+    assert_eq!(answer(&first), b"Z");
+    client.ask(Op::Stop(Stop {}));
+    assert!(its_swtpm.wait().unwrap().success());
+
+    let (mut its_swtpm, sockets) = swtpm(folders[1].path());
+    let other = Vmm::start();
+    let mut client = other.client();
+    client.send_firmware_with(&code(), &erased(), None, Some(&snapshot), Some(&sockets));
+    assert_eq!(state(&client.answer()), State::Running);
+    assert_eq!(answer(&other), b"Z");
+    assert_eq!(permanent(1), permanent(0));
+    its_swtpm.kill().unwrap();
+    its_swtpm.wait().unwrap();
+    let message = client.wait_for_event(|kind| match kind {
+        event::Kind::DeviceError(error) => Some(error.message.clone()),
+        _ => None,
+    });
+    assert!(message.starts_with("swtpm has ended"), "{message}");
     client.ask(Op::Stop(Stop {}));
 }

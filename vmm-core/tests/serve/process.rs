@@ -22,7 +22,7 @@ use tempfile::TempDir;
 use vmm_protocol::{
     vmm::{
         AttachDisk, Boot, Disk, Event, ExitRecord, Firmware, Hello, Kernel, MachineSpec, Message, Request,
-        Restore, Save, Send, event, message::Kind, request::Op, response::Result as Answer,
+        Restore, Save, Send, Tpm, event, message::Kind, request::Op, response::Result as Answer,
     },
     wire,
 };
@@ -492,6 +492,18 @@ impl Client {
         cdrom: Option<&File>,
         snapshot: Option<&File>,
     ) {
+        self.send_firmware_with(code, variables, cdrom, snapshot, None);
+    }
+
+    /// The same with a TPM that has these sockets of swtpm.
+    pub fn send_firmware_with(
+        &mut self,
+        code: &[u8],
+        variables: &File,
+        cdrom: Option<&File>,
+        snapshot: Option<&File>,
+        tpm: Option<&[UnixStream; 2]>,
+    ) {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(code).unwrap();
         let kvm = File::options().read(true).write(true).open("/dev/kvm");
@@ -516,17 +528,25 @@ impl Client {
             disks: cdrom.map(|_| cdrom_at_port_0(6)).into_iter().collect(),
             ..MachineSpec::default()
         };
+        let files = [&kvm, &file, &random, &serial, &older, variables];
+        let more = cdrom.into_iter().chain(snapshot);
+        let mut fds: Vec<_> = files.into_iter().chain(more).map(File::as_fd).collect();
+        let next = u32::try_from(fds.len()).unwrap();
+        fds.extend(tpm.into_iter().flatten().map(AsFd::as_fd));
         let boot = Boot {
-            machine: Some(machine),
+            machine: Some(MachineSpec {
+                tpm: tpm.map(|_| Tpm {
+                    data_fd: next,
+                    control_fd: next + 1,
+                }),
+                ..machine
+            }),
             restore: snapshot.map(|_| Restore {
                 snapshot_fd: 6 + u32::from(cdrom.is_some()),
                 ..Restore::default()
             }),
             ..Boot::default()
         };
-        let files = [&kvm, &file, &random, &serial, &older, variables];
-        let more = cdrom.into_iter().chain(snapshot);
-        let fds: Vec<_> = files.into_iter().chain(more).map(File::as_fd).collect();
         self.send(Op::Boot(boot), &fds);
     }
 

@@ -10,7 +10,7 @@ use std::{
 use vmmd_host::{failure::Failure, text};
 use vmmd_spec::vm::FirmwareType;
 
-use crate::{config::Firmware, paths::VariablesDir};
+use crate::{config::Firmware, paths::NonVolatileDir};
 
 /// The firmware of a VM, open.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ pub struct FirmwareFiles {
 /// # Errors
 ///
 /// `FIRMWARE_NOT_FOUND` when the package is not installed.
-pub fn open(config: &Firmware, kind: FirmwareType, dir: &VariablesDir) -> Result<FirmwareFiles, Failure> {
+pub fn open(config: &Firmware, kind: FirmwareType, dir: &NonVolatileDir) -> Result<FirmwareFiles, Failure> {
     let missing = |path: &Path, error: &io::Error| missing(kind, path, error);
     let (path, has_variables) = match kind {
         FirmwareType::Uefi => (&config.uefi_code, true),
@@ -42,7 +42,7 @@ pub fn open(config: &Firmware, kind: FirmwareType, dir: &VariablesDir) -> Result
 
 fn variables(
     config: &Firmware,
-    dir: &VariablesDir,
+    dir: &NonVolatileDir,
     missing: impl Fn(&Path, &io::Error) -> Failure,
 ) -> Result<File, Failure> {
     let path = dir.variables();
@@ -65,7 +65,7 @@ fn variables(
 }
 
 /// Makes the file complete before it has its name.
-fn make(dir: &VariablesDir, path: &Path, content: &[u8]) -> io::Result<()> {
+fn make(dir: &NonVolatileDir, path: &Path, content: &[u8]) -> io::Result<()> {
     dir.create()?;
     let new = path.with_extension("new");
     let mut file = File::options()
@@ -111,8 +111,8 @@ mod tests {
             uefi_variables: folder.path().join("template"),
             bios: folder.path().join("bios"),
         };
-        let open_uefi = |dir: &VariablesDir| open(&config, FirmwareType::Uefi, dir);
-        let dir = VariablesDir::below(folder.path(), Uuid::from_bytes([7; 16]));
+        let open_uefi = |dir: &NonVolatileDir| open(&config, FirmwareType::Uefi, dir);
+        let dir = NonVolatileDir::below(folder.path(), Uuid::from_bytes([7; 16]));
         let refused = open_uefi(&dir).unwrap_err();
         assert_eq!(refused.reason, "FIRMWARE_NOT_FOUND");
         assert!(
@@ -141,7 +141,7 @@ mod tests {
             bios: folder.path().join("bios"),
             ..Firmware::default()
         };
-        let dir = VariablesDir::below(folder.path(), Uuid::from_bytes([7; 16]));
+        let dir = NonVolatileDir::below(folder.path(), Uuid::from_bytes([7; 16]));
         let refused = open(&config, FirmwareType::Bios, &dir).unwrap_err();
         assert_eq!(refused.reason, "FIRMWARE_NOT_FOUND");
         assert!(

@@ -54,6 +54,7 @@ fn case() -> Case {
         display: None,
         virtio_console: false,
         guest_agent: false,
+        tpm: false,
         state_dir: None,
         shares: Vec::new(),
         cloud_init: None,

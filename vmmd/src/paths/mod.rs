@@ -21,11 +21,11 @@ pub struct RuntimeDir(PathBuf);
 #[derive(Clone, Debug)]
 pub struct LogDir(PathBuf);
 
-/// The variables of a VM's firmware, from its first start to its deletion: `<state_dir>/vms/<uid>/`.
+/// Non-volatile memory of a VM's devices, from its first start to its deletion: `<state_dir>/vms/<uid>/`.
 #[derive(Clone, Debug)]
-pub struct VariablesDir(PathBuf);
+pub struct NonVolatileDir(PathBuf);
 
-impl VariablesDir {
+impl NonVolatileDir {
     /// Directory of the VM `uid`, whether or not it exists.
     pub fn of(config: &Config, uid: Uuid) -> Self {
         Self::below(&config.state_dir, uid)
@@ -36,14 +36,33 @@ impl VariablesDir {
         Self(state_dir.join("vms").join(uid.to_string()))
     }
 
-    /// The content of the flash memory.
+    /// The content of the flash memory: the variables of the firmware.
     pub fn variables(&self) -> PathBuf {
         self.0.join("nvram.fd")
+    }
+
+    /// Directory of swtpm's state.
+    pub fn tpm(&self) -> PathBuf {
+        self.0.join("tpm")
     }
 
     /// Makes it, for root only.
     pub fn create(&self) -> io::Result<()> {
         private_dir(&self.0)
+    }
+
+    /// Makes the directory of swtpm's state in it.
+    pub fn create_tpm(&self) -> io::Result<()> {
+        self.create()?;
+        private_dir(&self.tpm())
+    }
+
+    /// Removes the variables alone.
+    pub fn remove_variables(&self) -> io::Result<()> {
+        match fs::remove_file(self.variables()) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// Removes it with all that is in it.

@@ -66,6 +66,7 @@ mod stats;
 mod supervision;
 mod survival;
 mod tls;
+mod tpm;
 mod update;
 mod verbs;
 mod walk;

@@ -20,20 +20,19 @@ pub async fn node(pki: &Pki) -> Daemon {
     node_in(temporary_folder(), pki, "").await
 }
 
-/// The same in a folder, with more sections of the configuration.
+/// The same in a folder, with more lines of the configuration.
 pub async fn node_in(folder: TempDir, pki: &Pki, extra: &str) -> Daemon {
     let path = |name: &str| folder.path().join("tls").join(name);
     pki.install(&folder.path().join("tls"), &pki.server("node"));
     let peer = pki.role("node", "peer");
     fs::write(path("peer.crt"), peer.certificate_pem()).unwrap();
     fs::write(path("peer.key"), peer.key_pem()).unwrap();
-    let config = pki::configuration(folder.path(), "")
+    let config = pki::configuration(folder.path(), extra)
         + &format!(
             "peer_certificate = {:?}\npeer_key = {:?}\n",
             path("peer.crt"),
             path("peer.key")
-        )
-        + extra;
+        );
     Daemon::in_folder(folder, &config).await
 }
 

@@ -21,7 +21,8 @@
 //! (prints its configuration), `deaf` (reads no more from this console until another one has typed
 //! `hear`, and then prints the number of waiting bytes), `fork` (leaves a child behind),
 //! `stick PATH` (accesses a file system), `lie WORD` (sends messages that no `vmm` sends, see
-//! [`lies`]); all others are echoed. Called `virtiofsd` it serves a share, see [`share`].
+//! [`lies`]); all others are echoed. Called `virtiofsd` it serves a share, see [`share`];
+//! called `swtpm` a TPM, see [`tpm`].
 #![allow(clippy::unwrap_used, reason = "a test's helper may fail loudly")]
 
 mod balloon;
@@ -34,6 +35,7 @@ mod nics;
 mod share;
 mod shares;
 mod snapshot;
+mod tpm;
 
 use std::{
     env,
@@ -49,8 +51,10 @@ use rustix::event::{PollFd, PollFlags, poll};
 use vmm_protocol::vmm::ExitKind;
 
 fn main() {
-    if env::args().next().as_deref() == Some("virtiofsd") {
-        share::run();
+    match env::args().next().as_deref() {
+        Some("virtiofsd") => share::run(),
+        Some("swtpm") => tpm::run(),
+        _ => {}
     }
     let fd = |option: &str| {
         let number = env::args()

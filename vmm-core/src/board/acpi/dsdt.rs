@@ -11,7 +11,10 @@ use acpi_tables::{
     },
 };
 
-use devices::legacy::pm::{BUTTON_PRESSED, SLEEP_TYPE_S5};
+use devices::{
+    legacy::pm::{BUTTON_PRESSED, SLEEP_TYPE_S5},
+    tpm,
+};
 
 /// Index and data.
 const RTC_PORTS: u8 = 2;
@@ -42,6 +45,7 @@ pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
     pvpanic(platform, &mut devices);
     generation_id(platform, &mut devices);
     hotplug::slots_and_events(platform, &mut devices);
+    tpm(platform, &mut devices);
     aml.extend(Scope::raw(Path::new("\\_SB_"), devices));
     aml
 }
@@ -280,6 +284,26 @@ fn pvpanic(platform: &Platform, aml: &mut Vec<u8>) {
             &Name::new(
                 Path::new("_CRS"),
                 &ResourceTemplate::new(vec![&IO::new(port, port, 1, 1)]),
+            ),
+        ],
+    )
+    .to_aml_bytes(aml);
+}
+
+/// The TPM (TCG PC Client Platform Firmware Profile 1.06, 13), where there is one.
+fn tpm(platform: &Platform, aml: &mut Vec<u8>) {
+    if platform.tpm.is_none() {
+        return;
+    }
+    Device::new(
+        Path::new("TPM_"),
+        vec![
+            &Name::new(Path::new("_HID"), &"MSFT0101"),
+            &Name::new(Path::new("_UID"), &ONE),
+            &Name::new(Path::new("_STR"), &"TPM 2.0 Device"),
+            &Name::new(
+                Path::new("_CRS"),
+                &ResourceTemplate::new(vec![&Memory32Fixed::new(true, tpm::ADDRESS, tpm::LENGTH)]),
             ),
         ],
     )

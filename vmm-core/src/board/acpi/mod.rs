@@ -55,6 +55,16 @@ pub struct Platform {
     pub generation_id: Option<u32>,
     /// GSI that pulses when it is another.
     pub generation_gsi: u32,
+    /// The TPM, if there is one.
+    pub tpm: Option<Tpm>,
+}
+
+/// A TPM at [`devices::tpm::ADDRESS`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tpm {
+    /// Length of the area for the event log of a BIOS, in bytes; 0 for none. UEFI firmware passes its log
+    /// on by a protocol of its own.
+    pub log_bytes: u32,
 }
 
 /// The tables as they lie in guest memory.
@@ -64,6 +74,8 @@ pub struct Tables {
     pub bytes: Vec<u8>,
     /// Offsets of all addresses of other tables in `bytes`, each 64 bits wide.
     pub pointers: Vec<usize>,
+    /// Offset of the address of the TPM's event log, 64 bits wide and zero, if there is to be one.
+    pub tpm_log: Option<usize>,
     /// All checksums that depend on these addresses, in the order in which they are to be computed.
     pub checksums: Vec<Checksum>,
 }
@@ -109,6 +121,11 @@ pub fn build(platform: &Platform, base: u64) -> Tables {
         let place = layout.place(table);
         xsdt.add_entry(base.saturating_add(place.start as u64));
     }
+    let tpm = platform.tpm.map(|tpm| (tpm, layout.place(&tables::tpm2(tpm))));
+    if let Some((_, place)) = &tpm {
+        xsdt.add_entry(base.saturating_add(place.start as u64));
+    }
+    let with_log = tpm.filter(|(tpm, _)| tpm.log_bytes > 0).map(|(_, place)| place);
     let mut bytes = Vec::new();
     xsdt.to_aml_bytes(&mut bytes);
     let xsdt = layout.place(&bytes);
@@ -128,18 +145,25 @@ pub fn build(platform: &Platform, base: u64) -> Tables {
             .into_iter()
             .chain(entries)
             .collect(),
-        checksums: vec![
-            of_table(fadt),
-            of_table(xsdt),
-            Checksum {
-                range: 0..RSDP_CHECKED,
-                at: RSDP_CHECKSUM,
-            },
-            Checksum {
-                range: 0..RSDP_LENGTH,
-                at: RSDP_EXTENDED_CHECKSUM,
-            },
-        ],
+        tpm_log: with_log
+            .as_ref()
+            .map(|place| place.start.saturating_add(tables::TPM2_LOG_ADDRESS)),
+        checksums: with_log
+            .map(of_table)
+            .into_iter()
+            .chain([
+                of_table(fadt),
+                of_table(xsdt),
+                Checksum {
+                    range: 0..RSDP_CHECKED,
+                    at: RSDP_CHECKSUM,
+                },
+                Checksum {
+                    range: 0..RSDP_LENGTH,
+                    at: RSDP_EXTENDED_CHECKSUM,
+                },
+            ])
+            .collect(),
     }
 }
 

@@ -7,9 +7,9 @@ use acpi_tables::{
     mcfg::MCFG,
     sdt::Sdt,
 };
-use devices::legacy::rtc::CENTURY;
+use devices::{legacy::rtc::CENTURY, tpm};
 
-use super::Platform;
+use super::{Platform, Tpm};
 
 pub(super) const OEM_ID: [u8; 6] = *b"VMMD  ";
 pub(super) const OEM_TABLE_ID: [u8; 8] = *b"PLATFRM1";
@@ -143,4 +143,24 @@ pub(super) fn spcr(platform: &Platform) -> Vec<u8> {
     body.extend([0xff; 4]);
     body.resize(44, 0);
     table(*b"SPCR", 2, &body)
+}
+
+/// Offset of the event log's address in the TPM2.
+pub(super) const TPM2_LOG_ADDRESS: usize = 68;
+
+/// TPM2, revision 4 (TCG ACPI Specification 1.2, 7.3), of a TPM with the CRB interface.
+pub(super) fn tpm2(tpm: Tpm) -> Vec<u8> {
+    /// Start method: the command response buffer.
+    const CRB: u32 = 7;
+    let mut body = Vec::with_capacity(40);
+    // Platform class 0: client.
+    body.extend([0; 4]);
+    body.extend(tpm::CONTROL_AREA.to_le_bytes());
+    body.extend(CRB.to_le_bytes());
+    // No parameters of the start method.
+    body.extend([0; 12]);
+    body.extend(tpm.log_bytes.to_le_bytes());
+    // Firmware allocates the log.
+    body.extend(0u64.to_le_bytes());
+    table(*b"TPM2", 4, &body)
 }

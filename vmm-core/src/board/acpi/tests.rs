@@ -31,6 +31,7 @@ fn platform(cpus: u32) -> Platform {
         hotplug_gsi: 16,
         generation_id: Some(0xe_f000),
         generation_gsi: 18,
+        tpm: None,
     }
 }
 
@@ -377,4 +378,56 @@ fn a_keyboard_controller_is_there_when_a_keyboard_is() {
     };
     assert_eq!((has(&without, b"KBD0"), arch(&without)), (false, 0));
     assert_eq!((has(&with, b"KBD0"), arch(&with)), (true, 2));
+}
+
+#[test]
+fn tpm_has_its_table_and_device_where_there_is_one() {
+    let with = |log_bytes| Platform {
+        tpm: Some(Tpm { log_bytes }),
+        ..platform(1)
+    };
+    let tables = walk(&build(&with(0), BASE));
+    let table = &tables["TPM2"];
+    // Revision 4; class 0; the control area; start method 7.
+    assert_eq!(
+        (table.len(), table[8], table[36..40].to_vec()),
+        (76, 4, vec![0; 4])
+    );
+    assert_eq!((u64_at(table, 40), u32_at(table, 48)), (0xfed4_0040, 7));
+    assert_eq!(table[52..], [0; 24]);
+    let device = device(&tables["DSDT"], "TPM_");
+    assert!(has(device, b"MSFT0101"));
+    // Memory32Fixed, writable (ACPI 6.5, 6.4.3.4).
+    assert!(has(device, &[0x86, 9, 0, 1, 0, 0, 0xd4, 0xfe, 0, 0x10, 0, 0]));
+    let without = walk(&build(&platform(1), BASE));
+    assert!(!without.contains_key("TPM2") && !has(&without["DSDT"], b"TPM_"));
+    // The rest is as without a TPM.
+    for (name, table) in without
+        .iter()
+        .filter(|(name, _)| !["XSDT", "DSDT", "FACP"].contains(&name.as_str()))
+    {
+        assert_eq!(table, &tables[name]);
+    }
+    assert!(build(&with(0), BASE).tpm_log.is_none());
+}
+
+#[test]
+fn log_of_a_bios_gets_its_address_before_the_checksum() {
+    let platform = Platform {
+        tpm: Some(Tpm { log_bytes: 0x1_0000 }),
+        ..platform(1)
+    };
+    let mut tables = build(&platform, 0);
+    let at = tables.tpm_log.unwrap();
+    assert_eq!(
+        (u32_at(&tables.bytes, at - 4), u64_at(&tables.bytes, at)),
+        (0x1_0000, 0)
+    );
+    assert_eq!(tables.bytes[at - 68..at - 64], *b"TPM2");
+    tables.bytes[at..at + 8].copy_from_slice(&0x7fff_0000_u64.to_le_bytes());
+    let Checksum { range, at: sum_at } = tables.checksums[0].clone();
+    assert_eq!(range, at - 68..at + 8);
+    tables.bytes[sum_at] = 0;
+    tables.bytes[sum_at] = sum(&tables.bytes[range.clone()]).wrapping_neg();
+    assert_eq!(sum(&tables.bytes[range]), 0);
 }

@@ -13,6 +13,7 @@ mod rng;
 mod sata;
 mod serial;
 pub(super) mod share;
+mod tpm;
 
 use std::{
     fs::File,
@@ -467,6 +468,9 @@ impl Assembly {
         let serial = serial::build(&mut self, spec, console)?;
         let power_button = legacy::build(&mut self, spec, hub.as_ref())?;
         rng::build(&mut self, &spec.rng)?;
+        if let Some(spec) = spec.tpm {
+            tpm::build(&mut self, spec)?;
+        }
         if let Some(spec) = &spec.balloon {
             balloon::build(&mut self, spec)?;
         }

@@ -28,7 +28,7 @@ use super::{
 use crate::{
     control::Client,
     disk::moved,
-    paths::{LogDir, RuntimeDir, VariablesDir},
+    paths::{LogDir, NonVolatileDir, RuntimeDir},
     registry::vms::command::Life,
     state_dir,
     vm::{
@@ -447,10 +447,10 @@ impl Actor {
         };
         self.clean_up().await;
         let logs = LogDir::of(&self.host.config, self.uid);
-        let variables = VariablesDir::of(&self.host.config, self.uid);
+        let variables = NonVolatileDir::of(&self.host.config, self.uid);
         let remove = move || logs.remove().and(variables.remove());
         if let Ok(Err(error)) = spawn_blocking(remove).await {
-            tracing::warn!(vm = self.record.name, %error, "remove the VM's logs and its firmware's variables");
+            tracing::warn!(vm = self.record.name, %error, "remove the VM's logs and its non-volatile memory");
         }
         self.host.disks.give_back(&self.record.name, None);
         self.host.ledger.expect(&self.record.name, None);

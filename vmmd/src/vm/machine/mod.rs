@@ -71,6 +71,8 @@ pub struct Parts {
     pub agent: Option<OwnedFd>,
     /// Connections to the processes of the spec's shares, in their order.
     pub shares: Vec<OwnedFd>,
+    /// Data channel and control channel of swtpm, of a VM with a TPM.
+    pub tpm: Option<(OwnedFd, OwnedFd)>,
     /// Difference of its real-time clock to UTC.
     pub clock_offsets: Vec<vmm::ClockOffset>,
     /// Pages that are free in the pool that its memory is to come from, as far as that can be told.
@@ -307,6 +309,10 @@ pub fn assemble(
             pci_slot: CONSOLE_SLOT,
             socket_fd: parts.hvc.map(|fd| fds.add(fd)),
         }),
+        tpm: parts.tpm.map(|(data, control)| vmm::Tpm {
+            data_fd: fds.add(data),
+            control_fd: fds.add(control),
+        }),
         channels: parts.agent.map(|fd| vmm::Channels {
             pci_slot: CHANNELS_SLOT,
             channels: vec![vmm::Channel {
@@ -536,6 +542,7 @@ mod tests {
                 hvc: Some(null()),
                 agent: Some(null()),
                 shares: spec.shares.iter().map(|_| null()).collect(),
+                tpm: Some((null(), null())),
                 clock_offsets: Vec::new(),
                 free_huge_pages: Some(7),
             };

@@ -25,7 +25,7 @@ use vmmd_store::{InstanceRecord, Unreadable, VmRecord};
 use super::unusable::{self, Why};
 use crate::{
     host::Host,
-    paths::{self, LogDir, RuntimeDir, VariablesDir},
+    paths::{self, LogDir, NonVolatileDir, RuntimeDir},
     share::{Keepers, Run},
     vm::{
         actor::{Actor, without_disk},
@@ -410,8 +410,8 @@ fn remove_leftovers(host: &Host, known: &BTreeSet<Uuid>) -> std::io::Result<()> 
     }
     for uid in paths::list(&host.config.state_dir)?.into_iter().filter(foreign) {
         if !alive.contains(&uid) {
-            VariablesDir::of(&host.config, uid).remove()?;
-            let message = format!("the firmware's variables of a VM {uid} that is no more were removed");
+            NonVolatileDir::of(&host.config, uid).remove()?;
+            let message = format!("the non-volatile memory of a VM {uid} that is no more was removed");
             repaired(host, Object::Node, message);
         }
     }

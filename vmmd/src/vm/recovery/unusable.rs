@@ -22,7 +22,7 @@ use super::{reconcile::restore, supervisor};
 use crate::{
     disk::moved,
     host::Host,
-    paths::{LogDir, RuntimeDir, VariablesDir},
+    paths::{LogDir, NonVolatileDir, RuntimeDir},
     registry::vms::{
         Entry,
         command::{Answer, Command, Commands, Life, Mailbox, Request},
@@ -385,7 +385,7 @@ impl Unusable {
         let host = Arc::clone(&self.host);
         let cleaned = spawn_blocking(move || {
             let cleaned = clean_up(&host, uid);
-            let variables = VariablesDir::of(&host.config, uid).remove();
+            let variables = NonVolatileDir::of(&host.config, uid).remove();
             LogDir::of(&host.config, uid).remove().and(variables).and(cleaned)
         });
         if let Ok(Err(error)) = cleaned.await {

@@ -17,7 +17,7 @@ use super::{Plan, blocking, disk_job, failures::failed};
 use crate::{
     files::{self, Files, OpenDisk},
     host::Host,
-    paths::VariablesDir,
+    paths::NonVolatileDir,
 };
 
 /// How long a look at a disk may take.
@@ -50,10 +50,10 @@ pub(super) async fn open(host: &Arc<Host>, plan: &mut Plan, files: &mut Files) -
     note(&mut plan.record, Some(kind).filter(|_| wanted.is_none()));
     let (host, uid) = (Arc::clone(host), plan.uid);
     let opened = blocking(move || {
-        let variables = VariablesDir::of(&host.config, uid);
+        let variables = NonVolatileDir::of(&host.config, uid);
         if reset {
             variables
-                .remove()
+                .remove_variables()
                 .map_err(|error| failed("remove the firmware's variables", &error))?;
         }
         files::firmware::open(&host.config.firmware, kind, &variables)

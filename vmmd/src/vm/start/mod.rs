@@ -9,6 +9,7 @@ mod kernel;
 mod prepare;
 pub(in crate::vm) mod rollback;
 mod seed;
+mod tpm;
 mod vendor;
 
 use std::{
@@ -399,8 +400,15 @@ async fn run(
         serving = share::serve(host, uid, spec.shares.clone(), None) => serving?,
         () = cancel.cancelled() => return Err(cancelled(&name)),
     };
-    let (process, free_huge_pages) =
-        blocking(move || Ok((spawn(&program)?, facts::free_huge_pages_for(memory)))).await?;
+    let state = NonVolatileDir::of(&host.config, uid);
+    let (process, swtpm, free_huge_pages) = blocking(move || {
+        let swtpm = swtpm.map(|executable| tpm::serve(&executable, &program, &state));
+        let swtpm = swtpm.transpose()?;
+        Ok((spawn(&program)?, swtpm, facts::free_huge_pages_for(memory)))
+    })
+    .await?;
+    let swtpm = swtpm.map(tpm::Swtpm::keep).transpose();
+    let swtpm = swtpm.map_err(|error| failed("watch swtpm", &error))?;
     let (mut sharers, mut share_sockets) = (Vec::new(), Vec::new());
     for Serving { child, socket, .. } in serving {
         let watched = child.watched(Process::new);
@@ -427,6 +435,7 @@ async fn run(
             hvc,
             agent,
             shares: share_sockets,
+            tpm: swtpm,
             clock_offsets,
             free_huge_pages,
         },

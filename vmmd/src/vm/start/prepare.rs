@@ -22,7 +22,7 @@ use vmmd_host::{
 use vmmd_spec::{cloud_init::CloudInit, nic::Mac, vm::VmSpec};
 use vmmd_store::Hardware;
 
-use super::{Plan, failures::failed, seed::Seed};
+use super::{Plan, failures::failed, seed::Seed, tpm};
 use crate::{
     files::{self, Files, Known, Locks, state_dir::StateDir},
     host::Host,
@@ -117,6 +117,10 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     }
     let clock_offsets = machine::zone::offsets(&spec.timezone)?;
     let executable = host.open_vmm()?;
+    let swtpm = match spec.tpm {
+        true => Some(tpm::program(&host.config.swtpm)?),
+        false => None,
+    };
     let lock = RuntimeDir::of(&host.config, uid).lock();
     if lock::is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {
         return Err(Failure::precondition(

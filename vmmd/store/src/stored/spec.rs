@@ -538,6 +538,11 @@ stored! {
 }
 
 stored! {
+    /// The TPM.
+    TpmSpec of v1::TpmSpec {}
+}
+
+stored! {
     /// The screen.
     DisplaySpec of v1::DisplaySpec {
         #[prost(uint32, tag = "1")]

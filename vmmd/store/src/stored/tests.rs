@@ -44,6 +44,7 @@ fn a_spec_is_read_as_it_was_written() {
         }),
         virtio_console: Some(v1::VirtioConsoleSpec {}),
         guest_agent: Some(v1::GuestAgentSpec {}),
+        tpm: Some(v1::TpmSpec {}),
         shares: vec![v1::ShareSpec {
             name: "s".into(),
             path: "/srv/s".into(),

@@ -75,6 +75,9 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
             share.name
         );
     }
+    if spec.tpm {
+        bail!("spec.tpm: only vmmd starts swtpm: start the VM with vmmd, or leave spec.tpm out");
+    }
     let (kernel, firmware) = match &spec.boot {
         Boot::Linux {
             kernel,
@@ -155,6 +158,7 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
         on_crash: vmm::OnCrash::from(spec.on_crash).into(),
         sync_clock: spec.clock == ClockOnResume::Sync,
         shares: Vec::new(),
+        tpm: None,
         display: open_display(&mut fds, spec.display.as_ref(), sockets.vnc)?,
         console: open_console(&mut fds, spec.virtio_console, sockets.hvc)?,
         channels: open_channels(&mut fds, spec.guest_agent, sockets.agent)?,
