@@ -113,6 +113,7 @@ previous: tools node-tool deb ## Run the programs of the release before with tho
 kubernetes: tools ## Run vmmd-kube under a real Kubernetes control plane, which is built first (minutes, once)
 	tests/kubernetes/build.sh
 	$(CARGO) build --locked --workspace --features vmmd-kubernetes-tests/nightly --bin vmmd --bin mock-vmm --bin mock-vmm-image --bin vmmd-netd --bin vmmd-kube
+	RUSTFLAGS="-C target-feature=+crt-static" $(CARGO) build --locked --target x86_64-unknown-linux-gnu -p vmmd-pod --bin vmmd-pod
 	$(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly --ignore-default-filter --test kubernetes
 
 .PHONY: kubernetes-long

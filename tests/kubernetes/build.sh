@@ -76,6 +76,10 @@ cp -r "$work/packages/files/usr/share/gocode/src/github.com/modern-go/reflect2" 
 zero='data == nil || reflect.DeepEqual(reflect.Zero(reflect.TypeOf(data)), reflect.ValueOf(data))'
 grep -qF "$zero" vendor/k8s.io/kube-openapi/pkg/validation/validate/type.go
 sed -i "s/$zero/data == nil/" vendor/k8s.io/kube-openapi/pkg/validation/validate/type.go
+# Kubelet gives the path of a device plugin's socket as the authority of its requests, which is none (RFC 3986, 3.2). From 1.26 on it gives localhost.
+plugin=pkg/kubelet/cm/devicemanager/endpoint.go
+grep -qF 'grpc.DialContext(ctx, unixSocketPath, grpc.WithInsecure(),' "$plugin"
+sed -i 's/grpc.DialContext(ctx, unixSocketPath, grpc.WithInsecure(),/& grpc.WithAuthority("localhost"),/' "$plugin"
 # The API's schema is not in the source package. The program that makes it is.
 go build -o "$work/openapi-gen" ./vendor/k8s.io/kube-openapi/cmd/openapi-gen
 inputs=$(

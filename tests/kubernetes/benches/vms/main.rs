@@ -21,6 +21,7 @@ mod mock {
     pub mod ledger;
     pub mod migration;
     mod node;
+    pub mod pods;
     pub mod role;
     pub mod storage;
     pub mod streams;
