@@ -278,16 +278,21 @@ async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<grpc::Listener>> {
 async fn watch_networks(host: Arc<Host>) {
     let mut ticks = tokio::time::interval(vmmd_network::PERIOD);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut pods = host.pods.news();
     loop {
-        tokio::select! {
+        let only_pods = tokio::select! {
             () = host.vms.nic_gone() => {
                 host.networks.forget_gone(host.for_networks()).await;
                 continue;
             }
-            _ = ticks.tick() => {}
-            () = host.networks.helper_due() => {}
+            _ = ticks.tick() => false,
+            () = host.networks.helper_due() => false,
+            // A pod may have lost its helper while its launcher was not connected.
+            Ok(()) = pods.changed() => true,
+        };
+        if !only_pods {
+            host.networks.reconcile(host.for_networks()).await;
         }
-        host.networks.reconcile(host.for_networks()).await;
         vmmd_network::serve_pods(host.for_networks()).await;
     }
 }

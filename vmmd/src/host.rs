@@ -11,14 +11,8 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 use vmmd_api::v1;
 use vmmd_host::{
-    capacity::Cpus,
-    cgroup,
-    failure::{Failure, Kind},
-    image_process::ImageProcesses,
-    ledger::Ledger,
-    pool::Pools,
-    process::open_program,
-    roots::Within,
+    capacity::Cpus, cgroup, failure::Failure, image_process::ImageProcesses, ledger::Ledger, pool::Pools,
+    process::open_program, roots::Within,
 };
 use vmmd_images::{SourceFile, folder, registry::Images, rules::ImportRules};
 use vmmd_network::{self, Links, Networks};
@@ -178,8 +172,11 @@ impl Host {
 
 impl vmmd_network::Pods for Host {
     fn network(&self, vm: Uuid) -> Result<vmmd_network::PodNetwork, Failure> {
-        let message = format!("the launcher of the pod of the VM {vm} is not connected to the daemon");
-        Err(Failure::new(Kind::Unavailable, "POD_NOT_CONNECTED", message))
+        let pod = self.vms.find(vm).and_then(|entry| {
+            let state = entry.state.borrow();
+            Some(state.spec.as_ref()?.pod.as_ref()?.uid.clone())
+        });
+        self.pods.connected(pod.as_deref().unwrap_or_default())?.network()
     }
 }
 

@@ -225,6 +225,12 @@ mod tests {
             Intent::Stopped,
             [Stay, StartLater, Stay, Stay, Stay],
         ),
+        // `after` makes every policy manual.
+        (
+            Ended(R::LauncherGone),
+            Intent::Running,
+            [StartLater, StartLater, Stay, Stay, Stay],
+        ),
         (
             NodeBoot(Some(R::NodeRestart)),
             Intent::Running,
@@ -295,6 +301,20 @@ mod tests {
             (P::OnFailure, OnPanic::Stop, panic, false, P::Manual),
             (P::OnFailure, OnPanic::Restart, panic, false, P::OnFailure),
             (P::Always, OnPanic::Ignore, panic, false, P::Always),
+            (
+                P::Always,
+                OnPanic::RunPolicy,
+                Some(R::LauncherGone),
+                false,
+                P::Manual,
+            ),
+            (
+                P::OnFailure,
+                OnPanic::Restart,
+                Some(R::LauncherGone),
+                false,
+                P::Manual,
+            ),
         ] {
             assert_eq!(
                 after(policy, rule, last, pending),

@@ -51,3 +51,37 @@ impl PodVolume {
         Some(Self { pod: None, name })
     }
 }
+
+/// Whether a NIC is in the network of the VM's pod.
+fn is_in_pod(nic: &v1::NicSpec) -> bool {
+    matches!(nic.attachment, Some(v1::nic_spec::Attachment::PodNetwork(_)))
+}
+
+/// Checks that only a VM of a pod has volumes and the network of a pod.
+pub(super) fn parts(found: &mut Violations, spec: &v1::VmSpec) {
+    if spec.pod.is_some() {
+        return;
+    }
+    let disks = spec.disks.iter().enumerate();
+    let disks = disks.filter(|(_, disk)| !disk.pod_volume().is_empty());
+    let disks = disks.map(|(index, _)| format!("spec.disks[{index}].podVolume"));
+    let shares = spec.shares.iter().enumerate();
+    let shares = shares.filter(|(_, share)| !share.pod_volume.is_empty());
+    let shares = shares.map(|(index, _)| format!("spec.shares[{index}].podVolume"));
+    let nics = spec.nics.iter().enumerate().filter(|(_, nic)| is_in_pod(nic));
+    let nics = nics.map(|(index, _)| format!("spec.nics[{index}].podNetwork"));
+    for field in disks.chain(shares).chain(nics) {
+        found.add(field, "needs spec.pod: only the VM of a pod has parts of a pod");
+    }
+}
+
+/// A pod translates its one address to one guest's.
+pub(super) fn one_network(found: &mut Violations, nics: &[v1::NicSpec]) {
+    let in_pod = nics.iter().enumerate().filter(|(_, nic)| is_in_pod(nic));
+    for (index, _) in in_pod.skip(1) {
+        found.add(
+            format_args!("spec.nics[{index}].podNetwork"),
+            "another NIC of the VM has the pod's network: attach this one elsewhere",
+        );
+    }
+}

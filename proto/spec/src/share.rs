@@ -249,6 +249,35 @@ fn ranges(found: &mut Violations, field: &str, wire: &[v1::IdRange]) -> Vec<IdRa
     ranges
 }
 
+/// It is cloud-init that mounts shares in the guest, by vendor data of the daemon's.
+pub(super) fn mounts(found: &mut Violations, shares: &[Share], spec: &v1::VmSpec) {
+    let mounts = shares.iter().filter_map(|share| share.mount.as_ref());
+    super::vm::unique(
+        found,
+        "spec.shares",
+        "mount",
+        mounts.map(|mount| mount.display().to_string()),
+    );
+    let mounted = spec.shares.iter().enumerate();
+    for (index, _) in mounted.filter(|(_, share)| !share.mount.is_empty()) {
+        match &spec.cloud_init {
+            None => found.add(
+                format_args!("spec.shares[{index}].mount"),
+                "needs spec.cloudInit, by which the guest mounts the share: give `cloudInit: {}`, or leave it out and mount the share in \
+                 the guest (`mount -t virtiofs TAG DIRECTORY`)",
+            ),
+            Some(init) if !init.vendor_data.is_empty() => {
+                found.add(
+                    "spec.cloudInit.vendorData",
+                    "must be left out with `mount` of shares, which is put there",
+                );
+                return;
+            }
+            Some(_) => {}
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -275,6 +275,9 @@ fn vm_has_one_nic_in_the_network_of_its_pod() {
         fields_refused(|vm| {
             let spec = vm.spec.as_mut().unwrap();
             spec.cpu = None;
+            spec.pod = Some(v1::PodSpec {
+                uid: "6fd1bd2c-8a4e-4c39-9a6f-2c4f9c7a1b10".to_owned(),
+            });
             spec.nics = (0..count)
                 .map(|index| v1::NicSpec {
                     name: format!("eth{index}"),
@@ -303,6 +306,11 @@ fn vm_has_one_nic_in_the_network_of_its_pod() {
     };
     let fields = ["address", "publishedPorts", "firewall"].map(|field| format!("spec.nics[0].{field}"));
     assert_eq!(refused("", 1, network_only)[1..], fields);
+    let without_pod = fields_refused(|vm| {
+        let attachment = v1::nic_spec::Attachment::PodNetwork(v1::PodNetwork::default());
+        vm.spec.as_mut().unwrap().nics[0].attachment = Some(attachment);
+    });
+    assert_eq!(without_pod, ["spec.nics[0].podNetwork"]);
 }
 
 #[test]

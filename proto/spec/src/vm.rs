@@ -19,10 +19,10 @@ use super::{
     metadata::Metadata,
     name::Name,
     nic::{self, Mac, NicSwitches, PublishedPort},
-    pod::PodUid,
+    pod::{self, PodUid},
     policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
     resources::{self, CpuSet, MemoryOptions},
-    share::{MAX_SHARES, Share},
+    share::{self, MAX_SHARES, Share},
     smbios::Smbios,
     topology::Topology,
 };
@@ -375,7 +375,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let mut shares = list(&mut found, "spec.shares", &spec.shares, MAX_SHARES, Share::new);
         let pod = spec.pod.as_ref();
         let pod = pod.and_then(|wire| PodUid::of_spec(&mut found, wire));
-        volumes(&mut found, spec);
+        pod::parts(&mut found, spec);
         disks.iter_mut().for_each(|disk| disk.set_pod(pod.as_ref()));
         shares.iter_mut().for_each(|share| share.set_pod(pod.as_ref()));
         if together + shares.len() > MAX_DISKS_AND_NICS && together <= MAX_DISKS_AND_NICS {
@@ -390,13 +390,13 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let tags = shares.iter().map(|share| share.tag.as_str());
         unique(&mut found, "spec.shares", "tag", tags);
         shared_memory(&mut found, &shares, backing, spec);
-        mounts(&mut found, &shares, spec);
+        share::mounts(&mut found, &shares, spec);
         let state_dir = match spec.state_dir.as_str() {
             "" => None,
             path => absolute(&mut found, "spec.stateDir", path),
         };
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
-        one_pod_network(&mut found, &spec.nics);
+        pod::one_network(&mut found, &spec.nics);
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
         match (topology, boot) {
@@ -433,19 +433,6 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
     }
 }
 
-/// A pod translates its one address to one guest's.
-fn one_pod_network(found: &mut Violations, nics: &[v1::NicSpec]) {
-    let is_in_pod =
-        |nic: &v1::NicSpec| matches!(nic.attachment, Some(v1::nic_spec::Attachment::PodNetwork(_)));
-    let in_pod = nics.iter().enumerate().filter(|(_, nic)| is_in_pod(nic));
-    for (index, _) in in_pod.skip(1) {
-        found.add(
-            format_args!("spec.nics[{index}].podNetwork"),
-            "another NIC of the VM has the pod's network: attach this one elsewhere",
-        );
-    }
-}
-
 /// Checks memory options against shares: the server of a share maps the guest's memory, so the
 /// memory must be neither private nor merged with other memory.
 fn shared_memory(found: &mut Violations, shares: &[Share], backing: Backing, spec: &v1::VmSpec) {
@@ -461,51 +448,6 @@ fn shared_memory(found: &mut Violations, shares: &[Share], backing: Backing, spe
     if spec.memory.is_some_and(|memory| memory.mergeable) {
         let wrong = "must be left out: spec.shares need shared memory, which is never merged";
         found.add("spec.memory.mergeable", wrong);
-    }
-}
-
-/// It is cloud-init that mounts shares in the guest, by vendor data of the daemon's.
-fn mounts(found: &mut Violations, shares: &[Share], spec: &v1::VmSpec) {
-    let mounts = shares.iter().filter_map(|share| share.mount.as_ref());
-    unique(
-        found,
-        "spec.shares",
-        "mount",
-        mounts.map(|mount| mount.display().to_string()),
-    );
-    let mounted = spec.shares.iter().enumerate();
-    for (index, _) in mounted.filter(|(_, share)| !share.mount.is_empty()) {
-        match &spec.cloud_init {
-            None => found.add(
-                format_args!("spec.shares[{index}].mount"),
-                "needs spec.cloudInit, by which the guest mounts the share: give `cloudInit: {}`, or leave it out and mount the share in \
-                 the guest (`mount -t virtiofs TAG DIRECTORY`)",
-            ),
-            Some(init) if !init.vendor_data.is_empty() => {
-                found.add(
-                    "spec.cloudInit.vendorData",
-                    "must be left out with `mount` of shares, which is put there",
-                );
-                return;
-            }
-            Some(_) => {}
-        }
-    }
-}
-
-/// Checks that only a VM of a pod has volumes of a pod.
-fn volumes(found: &mut Violations, spec: &v1::VmSpec) {
-    if spec.pod.is_some() {
-        return;
-    }
-    let disks = spec.disks.iter().enumerate();
-    let disks = disks.filter(|(_, disk)| !disk.pod_volume().is_empty());
-    let disks = disks.map(|(index, _)| format!("spec.disks[{index}].podVolume"));
-    let shares = spec.shares.iter().enumerate();
-    let shares = shares.filter(|(_, share)| !share.pod_volume.is_empty());
-    let shares = shares.map(|(index, _)| format!("spec.shares[{index}].podVolume"));
-    for field in disks.chain(shares) {
-        found.add(field, "needs spec.pod: only the VM of a pod has volumes of a pod");
     }
 }
 
@@ -755,7 +697,12 @@ fn list<W, T>(
         .collect()
 }
 
-fn unique<T: ToString>(found: &mut Violations, list: &str, what: &str, values: impl Iterator<Item = T>) {
+pub(super) fn unique<T: ToString>(
+    found: &mut Violations,
+    list: &str,
+    what: &str,
+    values: impl Iterator<Item = T>,
+) {
     let mut seen = BTreeSet::new();
     let values = values.map(|value| value.to_string());
     // A missing name is a problem of its own.

@@ -97,6 +97,9 @@ impl Pod {
     }
 }
 
+/// Paths and contents of files.
+type Files = Vec<(String, Vec<u8>)>;
+
 impl Daemon {
     fn next(&mut self) -> (Kind, Vec<OwnedFd>) {
         let received = vmmd_wire::receive(&self.stream, &mut self.receiver);
@@ -105,8 +108,8 @@ impl Daemon {
     }
 
     /// The files before Hello, and that.
-    fn greeted(&mut self) -> (Vec<(String, Vec<u8>)>, Hello, Vec<OwnedFd>) {
-        let mut files: Vec<(String, Vec<u8>)> = Vec::new();
+    fn greeted(&mut self) -> (Files, Hello, Vec<OwnedFd>) {
+        let mut files = Files::new();
         loop {
             match self.next() {
                 (Kind::File(piece), fds) => {

@@ -35,7 +35,7 @@ pub(super) struct OpenVolume {
 /// The connected pod that has a volume.
 pub(super) fn pod_of(volume: &PodVolume, sources: &Sources<'_>) -> Result<Arc<Pod>, Failure> {
     match &volume.pod {
-        Some(uid) => sources.pods.connected(uid),
+        Some(uid) => sources.pods.connected(uid.as_str()),
         None => Err(Failure::precondition(
             NOT_CONNECTED,
             "the VM has no pod: give it a spec.pod",

@@ -14,7 +14,8 @@ use vmmd_api::v1::{
     image_service_server::SERVICE_NAME as IMAGES, migration_service_server::SERVICE_NAME as MIGRATIONS,
     network_service_server::SERVICE_NAME as NETWORKS, node_service_server::SERVICE_NAME as NODE,
     operation_service_server::SERVICE_NAME as OPERATIONS, peer_service_server::SERVICE_NAME as PEERS,
-    snapshot_service_server::SERVICE_NAME as SNAPSHOTS, vm_service_server::SERVICE_NAME as VMS,
+    pod_service_server::SERVICE_NAME as PODS, snapshot_service_server::SERVICE_NAME as SNAPSHOTS,
+    vm_service_server::SERVICE_NAME as VMS,
 };
 use vmmd_store::Store;
 
@@ -24,8 +25,8 @@ use crate::service;
 const PERIOD: Duration = Duration::from_secs(5);
 
 /// Known services; "" is the server as a whole. All services need the same parts of the daemon.
-const SERVICES: [&str; 11] = [
-    "", VMS, NODE, DISKS, NETWORKS, IMAGES, OPERATIONS, EVENTS, SNAPSHOTS, MIGRATIONS, PEERS,
+const SERVICES: [&str; 12] = [
+    "", VMS, NODE, DISKS, NETWORKS, IMAGES, OPERATIONS, EVENTS, SNAPSHOTS, MIGRATIONS, PEERS, PODS,
 ];
 
 /// The service.

@@ -10,6 +10,7 @@ use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat, stat};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use vmmd_host::text;
+use vmmd_network::Resolver;
 use vmmd_pod::{
     FIXED_FDS, MAX_DOMAIN, MAX_FILE, MAX_FILE_PATH, MAX_FILES, MAX_FILES_TOTAL, MAX_SEARCH, MAX_SERVERS,
     MAX_VOLUMES, message,
@@ -23,7 +24,7 @@ use super::{
 };
 use crate::{
     host::Host,
-    registry::pods::{Files, Names, Pod, Pods, Resolver, Volume},
+    registry::pods::{Files, Names, Pod, Pods, Volume},
 };
 
 /// Longest name of a pod, a namespace or a VirtualMachine in bytes (RFC 1123, 2.1).
@@ -220,7 +221,7 @@ fn pod(checked: Checked, files: Files, fds: Vec<OwnedFd>, peer: Peer) -> Result<
         return Err("the descriptor of the network namespace is not that of the launcher's".to_owned());
     }
     let own = stat("/proc/self/ns/net").map(|found| (found.st_dev, found.st_ino));
-    let network = (own != identity).then(|| Arc::new(network));
+    let network = (own != identity).then_some(network);
     let is_read_end = fcntl_getfl(&lifeline).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDONLY);
     if kind(&lifeline) != Some(FileType::Fifo) || !is_read_end {
         return Err("the lifeline is not the read end of a pipe".to_owned());

@@ -60,7 +60,7 @@ impl Output {
             Some(watch) => {
                 if let Err(error) = watch.changed().await {
                     tracing::warn!(%error, "watch the serial log of a VM");
-                    std::future::pending().await
+                    std::future::pending::<()>().await;
                 }
             }
             None => std::future::pending().await,

@@ -164,7 +164,7 @@ async fn type_in(host: &Arc<Host>, pod: &Pod, mut typed: mpsc::Receiver<Vec<u8>>
             console = None;
         }
     }
-    pending().await
+    pending::<()>().await;
 }
 
 /// The serial console of the pod's VM, unless the VM does not run or another client has the console for itself.

@@ -6,7 +6,6 @@
 use std::{
     collections::BTreeMap,
     fmt,
-    net::IpAddr,
     os::fd::OwnedFd,
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -20,6 +19,7 @@ use vmmd_host::{
     process::Process,
     text,
 };
+use vmmd_network::{PodNetwork, Resolver};
 use vmmd_spec::pod::PodUid;
 
 /// Most bytes of the files of all pods.
@@ -57,7 +57,7 @@ pub struct Pod {
     /// As the launcher gives them: the pod, the VirtualMachine and the number of its run.
     pub names: Names,
     /// Its network namespace; `None` when that is the node's.
-    pub network: Option<Arc<OwnedFd>>,
+    pub network: Option<OwnedFd>,
     /// Content of its resolv.conf.
     pub resolver: Resolver,
     /// Its volumes, by name.
@@ -89,15 +89,6 @@ pub struct Names {
     pub vm: String,
     /// Number of its run.
     pub run: i64,
-}
-
-/// Name servers of a pod.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Resolver {
-    /// Their addresses.
-    pub servers: Vec<IpAddr>,
-    /// Search list.
-    pub search: Vec<String>,
 }
 
 /// A volume of a pod.
@@ -204,11 +195,10 @@ impl Pods {
     }
 
     /// The same. Refused as POD_NOT_CONNECTED.
-    pub fn connected(&self, uid: &PodUid) -> Result<Arc<Pod>, Failure> {
-        self.get(uid.as_str()).ok_or_else(|| {
+    pub fn connected(&self, uid: &str) -> Result<Arc<Pod>, Failure> {
+        self.get(uid).ok_or_else(|| {
             let message = format!(
-                "spec.pod: the launcher of pod {} is not connected to vmmd: the VM starts when the pod runs on this node",
-                uid.as_str()
+                "spec.pod: the launcher of pod {uid} is not connected to vmmd: the VM starts when the pod runs on this node"
             );
             Failure::new(Kind::Unavailable, NOT_CONNECTED, message)
         })
@@ -224,18 +214,6 @@ impl Pods {
         self.news.subscribe()
     }
 
-    /// Network namespace of a pod, if the pod is connected and has one of its own.
-    #[allow(dead_code, reason = "for NICs in the network of a pod")]
-    pub fn network_namespace(&self, uid: &str) -> Option<Arc<OwnedFd>> {
-        self.get(uid)?.network.clone()
-    }
-
-    /// Name servers of a pod, if the pod is connected.
-    #[allow(dead_code, reason = "for NICs in the network of a pod")]
-    pub fn resolver(&self, uid: &str) -> Option<Resolver> {
-        Some(self.get(uid)?.resolver.clone())
-    }
-
     fn lock(&self) -> MutexGuard<'_, Table> {
         self.pods.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -247,6 +225,20 @@ impl Pod {
         self.volumes.get(name).ok_or_else(|| {
             let message = format!("the VM's pod has no volume \"{name}\": add it to the pod");
             Failure::precondition(NO_VOLUME, message)
+        })
+    }
+
+    /// Its network, for a NIC. Refused as POD_HAS_NODE_NETWORK.
+    pub fn network(&self) -> Result<PodNetwork, Failure> {
+        let Some(namespace) = &self.network else {
+            let message = "the VM's pod has the network of the node: make the pod without hostNetwork";
+            return Err(Failure::precondition("POD_HAS_NODE_NETWORK", message));
+        };
+        let copied = namespace.try_clone();
+        Ok(PodNetwork {
+            namespace: copied
+                .map_err(|error| Failure::internal(format!("copy a network namespace: {error}")))?,
+            resolver: self.resolver.clone(),
         })
     }
 

@@ -46,6 +46,7 @@ mod panic;
 mod pki;
 mod placement;
 mod pod_network;
+mod pods;
 mod policies;
 mod reconcile;
 mod request;

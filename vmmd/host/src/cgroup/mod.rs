@@ -557,7 +557,11 @@ mod tests {
         parent.place(vm, Some(pod.join("vmm")));
         let group = parent.create(vm).unwrap();
         assert!(pod.join("vmm").is_dir() && group.oom_killed());
-        group.clear().unwrap();
+        // The files of a cgroup go with it.
+        for file in fs::read_dir(pod.join("vmm")).unwrap() {
+            fs::remove_file(file.unwrap().path()).unwrap();
+        }
+        group.remove().unwrap();
         parent.place(vm, None);
         assert_eq!(parent.group(vm).dir, root.path().join("vms").join(vm.to_string()));
     }

@@ -67,7 +67,7 @@ use crate::{
     disk::moved,
     files::{self, Known, OpenDisk},
     host::Host,
-    paths::RuntimeDir,
+    paths::{NonVolatileDir, RuntimeDir},
     registry::{pods::Pod, vms::command::Restore},
     share::{self, Keepers, Run, Serving},
 };
@@ -285,10 +285,11 @@ pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
     host.logs.forget(uid);
     let pod = vmmd_network::close_pod(host.for_networks(), uid);
     let runtime = RuntimeDir::of(&host.config, uid).remove();
-    let group = host
-        .cgroups
-        .as_ref()
-        .map_or(Ok(()), |parent| parent.group(uid).clear());
+    let group = host.cgroups.as_ref().map_or(Ok(()), |parent| {
+        let cleared = parent.group(uid).clear();
+        parent.place(uid, None);
+        cleared
+    });
     runtime.and(group).and(pod)
 }
 
@@ -358,6 +359,7 @@ async fn run(
         known: _,
         executable,
         pod,
+        swtpm,
         limits: _,
         clock_offsets,
         replaced: _replaced,

@@ -40,6 +40,8 @@ pub(super) struct Checked {
     pub(super) executable: File,
     /// The pod that has the VM.
     pub(super) pod: Option<Arc<Pod>>,
+    /// The program of the TPM, of a VM with one.
+    pub(super) swtpm: Option<File>,
     pub(super) limits: Limits,
     /// Difference of the real-time clock to UTC.
     pub(super) clock_offsets: Vec<ClockOffset>,
@@ -76,7 +78,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     let pod = spec
         .pod
         .as_ref()
-        .map(|pod| host.pods.connected(pod))
+        .map(|pod| host.pods.connected(pod.as_str()))
         .transpose()?;
     let (look, demand) = (Look::now(host), Demand::of(spec));
     claim.take(demand, |others| {
@@ -135,6 +137,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         known,
         executable,
         pod,
+        swtpm,
         limits,
         clock_offsets,
         replaced: Vec::new(),

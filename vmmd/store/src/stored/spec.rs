@@ -45,6 +45,8 @@ stored! {
         smbios: Option<SmbiosSpec>,
         #[prost(message, optional, tag = "31")]
         pod: Option<PodSpec>,
+        #[prost(message, optional, tag = "32")]
+        tpm: Option<TpmSpec>,
     }
 }
 
