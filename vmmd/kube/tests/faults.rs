@@ -220,3 +220,96 @@ fn schedule(cluster: &Cluster, random: &mut Random) {
 fn pause(random: &mut Random) {
     std::thread::sleep(Duration::from_millis(u64::try_from(random.below(500)).unwrap()));
 }
+
+/// Launcher pods: agents, controllers, the API server, vmmds and kubelets fail, and pods are deleted, also by force.
+#[test]
+fn no_launched_vm_runs_twice_whatever_is_killed() {
+    let seed = number("VMMD_KUBE_SEED").unwrap_or_else(|| (1 << 40) | u64::from(std::process::id()));
+    println!("VMMD_KUBE_SEED={seed}");
+    let rounds = number("VMMD_KUBE_ROUNDS").unwrap_or(ROUNDS);
+    let mut random = Random(seed);
+    let mut cluster = Cluster::start(NODES);
+    let kubelets: Vec<_> = (0..NODES).map(|node| cluster.kubelet(node)).collect();
+    let mut agents: BTreeMap<usize, Program> =
+        (0..NODES).map(|node| (node, cluster.pod_agent(node))).collect();
+    let mut controllers = [cluster.launcher_controller(), cluster.launcher_controller()];
+    let names: Vec<_> = (0..MACHINES).map(|index| format!("m{index}")).collect();
+    for name in &names {
+        cluster.create_launched(name, "always_on", |_| {});
+    }
+    for round in 0..rounds {
+        schedule(&cluster, &mut random);
+        let name = &names[random.below(MACHINES)];
+        let node = random.below(NODES);
+        match random.below(10) {
+            0 => {
+                agents.remove(&node);
+                agents.insert(node, cluster.pod_agent(node));
+            }
+            1 => {
+                let index = random.below(2);
+                controllers[index] = cluster.launcher_controller();
+            }
+            2 => {
+                cluster.api.stop();
+                pause(&mut random);
+                cluster.api.resume();
+            }
+            3 => {
+                cluster.vmmds[node].stop();
+                pause(&mut random);
+                cluster.vmmds[node].resume();
+            }
+            4 | 5 => {
+                let pod = cluster.machine(name)["status"]["run"]["pod"].clone();
+                let grace = [None, Some(0)][random.below(2)];
+                if let Some(pod) = pod.as_str() {
+                    cluster.delete_pod(pod, grace);
+                }
+            }
+            6 => {
+                let state = &cluster.vmmds[node].state;
+                let running = running(state);
+                if !running.is_empty() {
+                    let reason = [ExitReason::Stopped, ExitReason::GuestShutdown][random.below(2)];
+                    state.end(&running[random.below(running.len())], reason);
+                }
+            }
+            7 => kubelets[node].away.store(true, Ordering::SeqCst),
+            8 => kubelets
+                .iter()
+                .for_each(|kubelet| kubelet.away.store(false, Ordering::SeqCst)),
+            _ => pause(&mut random),
+        }
+        assert_eq!(
+            cluster.ledger.twice(),
+            Vec::<String>::new(),
+            "round {round} of seed {seed}"
+        );
+    }
+    for kubelet in &kubelets {
+        kubelet.away.store(false, Ordering::SeqCst);
+    }
+    let mut scheduled = || schedule(&cluster, &mut random);
+    wait("every machine runs", || {
+        scheduled();
+        names
+            .iter()
+            .all(|name| cluster.machine(name)["status"]["phase"] == "Running")
+            && count(&cluster) == MACHINES
+            && cluster.pods().len() == MACHINES
+    });
+    for name in &names {
+        cluster.delete_machine(name);
+    }
+    let left = || -> usize {
+        let vmmds = cluster.vmmds.iter();
+        vmmds
+            .map(|vmmd| vmmd.state.vms().len() + vmmd.state.storage.disks().len())
+            .sum()
+    };
+    wait("nothing is left", || {
+        names.iter().all(|name| cluster.machine(name).is_null()) && cluster.pods().is_empty() && left() == 0
+    });
+    assert_eq!(cluster.ledger.twice(), Vec::<String>::new(), "seed {seed}");
+}

@@ -97,7 +97,8 @@ impl Node {
         let state = &pod["status"]["containerStatuses"][0]["state"];
         let deleted = !pod["metadata"]["deletionTimestamp"].is_null();
         if !state["terminated"].is_null() {
-            if deleted {
+            // The API server writes nothing for a second deletion without a grace period.
+            if deleted && pod["metadata"]["deletionGracePeriodSeconds"] != 0 {
                 let deletion = Deletion {
                     grace: Some(0),
                     uid: Some(uid),
