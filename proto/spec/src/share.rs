@@ -8,7 +8,7 @@ use super::{
     Violations,
     name::Name,
     pod::{PodUid, PodVolume},
-    vm::{absolute, name},
+    vm::{Backing, absolute, name},
 };
 
 /// Most shares of a VM.
@@ -247,6 +247,24 @@ fn ranges(found: &mut Violations, field: &str, wire: &[v1::IdRange]) -> Vec<IdRa
         found.add(field, problem);
     }
     ranges
+}
+
+/// Checks memory options against shares: the server of a share maps the guest's memory, so the
+/// memory must be neither private nor merged with other memory.
+pub(super) fn shared_memory(found: &mut Violations, shares: &[Share], backing: Backing, spec: &v1::VmSpec) {
+    if shares.is_empty() {
+        return;
+    }
+    if backing == Backing::Private {
+        found.add(
+            "spec.memory.backing",
+            "must be MEMORY_BACKING_SHARED or left out: spec.shares need shared memory",
+        );
+    }
+    if spec.memory.is_some_and(|memory| memory.mergeable) {
+        let wrong = "must be left out: spec.shares need shared memory, which is never merged";
+        found.add("spec.memory.mergeable", wrong);
+    }
 }
 
 /// It is cloud-init that mounts shares in the guest, by vendor data of the daemon's.

@@ -389,7 +389,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         unique(&mut found, "spec.shares", "name", names);
         let tags = shares.iter().map(|share| share.tag.as_str());
         unique(&mut found, "spec.shares", "tag", tags);
-        shared_memory(&mut found, &shares, backing, spec);
+        share::shared_memory(&mut found, &shares, backing, spec);
         share::mounts(&mut found, &shares, spec);
         let state_dir = match spec.state_dir.as_str() {
             "" => None,
@@ -430,24 +430,6 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             }),
             _ => Err(found),
         }
-    }
-}
-
-/// Checks memory options against shares: the server of a share maps the guest's memory, so the
-/// memory must be neither private nor merged with other memory.
-fn shared_memory(found: &mut Violations, shares: &[Share], backing: Backing, spec: &v1::VmSpec) {
-    if shares.is_empty() {
-        return;
-    }
-    if backing == Backing::Private {
-        found.add(
-            "spec.memory.backing",
-            "must be MEMORY_BACKING_SHARED or left out: spec.shares need shared memory",
-        );
-    }
-    if spec.memory.is_some_and(|memory| memory.mergeable) {
-        let wrong = "must be left out: spec.shares need shared memory, which is never merged";
-        found.add("spec.memory.mergeable", wrong);
     }
 }
 

@@ -288,7 +288,7 @@ async fn a_pod_that_no_vm_names_gets_none() {
                 || vm["status"].to_string().contains("PathNotAllowed")
         })
         .await;
-    // Any user who may create pods can name the resource and the image.
+    // The right to create pods is enough to name the resource and the image.
     let env = |name: &str, value: &str| json!({"name": name, "value": value});
     let uid = json!({"name": "VMMD_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}});
     world.cluster.apply(&json!({

@@ -171,7 +171,7 @@ fn places_are_unhealthy_without_vmmd_or_kvm() {
 fn resources_are_registered_again_with_a_new_kubelet() {
     let cluster = Cluster::start(1);
     let folder = cluster.vmmds[0].plugins();
-    // The agent is there first.
+    // The agent starts before the kubelet.
     let _agent = cluster.pod_agent(0);
     wait("the sockets", || folder.join("vmmd.dev-vm.sock").exists());
     for _ in 0..2 {

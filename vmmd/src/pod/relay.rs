@@ -292,7 +292,7 @@ impl Sender<'_> {
         let is_planned = restart.is_some_and(|restart| restart.next_start_time.is_some());
         let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
         let stopping = *self.stopping.borrow();
-        // A VM that nobody has started yet is waited for.
+        // The agent has created the VM and starts it next.
         if is_planned || self.host.ledger.keeps(name) || (status.reason == "Created" && !stopping) {
             return None;
         }

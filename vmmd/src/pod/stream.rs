@@ -60,7 +60,7 @@ impl Stream {
         let last = async {
             self.send(Kind::Ended(ended)).await?;
             let mut receiver = Receiver::<LauncherMessage>::limited(LIMITS);
-            // What still comes is not read as messages.
+            // Further bytes of the launcher are read and dropped.
             while self.read(&mut receiver).await? == Read::Data {
                 receiver = Receiver::limited(LIMITS);
             }
@@ -89,7 +89,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Of a new connection.
+    /// Reader of a new connection.
     pub fn new(stream: &Arc<Stream>) -> Self {
         Self {
             stream: Arc::clone(stream),

@@ -13,7 +13,7 @@ use vmmd_api::v1::{self, PodReport, pod_service_server::PodService, watch_pods_r
 
 use super::vmmd::{Answer, Events, State, lock};
 
-/// A report to a launcher: what it is, its reason and its message.
+/// A report to a launcher: its kind, its reason and its message.
 pub type Report = (PodReport, String, String);
 
 #[derive(Clone)]
