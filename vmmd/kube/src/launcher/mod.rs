@@ -1,7 +1,7 @@
 //! Launcher pods: an ordinary pod for each run of a VirtualMachine. Its one container is the
 //! launcher `vmmd-pod`, which passes the pod's network namespace and volumes to the node's vmmd.
 //!
-//! The controller makes the pod ([`pod`]) and reads the end of the run from its container
+//! The controller makes the pod ([`pod()`]) and reads the end of the run from its container
 //! ([`state`]). The agent of the node reads the VirtualMachine, and both compute the VM from its
 //! spec ([`plan`]): the pod has no copy of the VM.
 
