@@ -13,6 +13,11 @@ const BOOT: u64 = 300;
 const VARIABLE: &str = "/sys/firmware/efi/efivars/Kept-0d6a3a0e-3d2c-4b1f-9c58-1e5b7a4f2d33";
 /// Mounts efivarfs.
 const MOUNT: &str = "mount -t efivarfs efivarfs /sys/firmware/efi/efivars";
+/// PCR 0 of a TPM: the code of the firmware.
+const PCR: &str = "cat /sys/class/tpm/tpm0/pcr-sha256/0";
+/// Prints the kernel's list of the tables that firmware has installed. Linux reads the whole log in
+/// its EFI stub, which this boot loader does not use.
+const TABLES: &str = "dmesg | grep TPMFinalLog=";
 /// Prints the kernel's messages about wrong firmware.
 const COMPLAINTS: &str = "dmesg | grep -i -E 'firmware bug|firmware warn|BUG:|ACPI.*error|WARNING: ' | grep -v arch/x86/kernel/fpu/xstate.c || true";
 
@@ -44,6 +49,7 @@ fn uefi_boots_the_second_disk_and_keeps_variables() {
     let spec = VmSpec::firmware("AUTO")
         .memory_mib(512)
         .set("/clock", json!({"timezone": "Etc/GMT-5"}))
+        .set("/tpm", json!({}))
         .set(
             "/smbios",
             json!({"serial": "SN-4711", "product": "Appliance 3", "assetTag": "rack-7"}),
@@ -64,6 +70,11 @@ fn uefi_boots_the_second_disk_and_keeps_variables() {
     let shown = clock(console.run("cat /sys/class/rtc/rtc0/since_epoch"));
     let ahead = shown - clock(vm.node().sh("date +%s"));
     assert!((17_900..18_100).contains(&ahead), "{ahead} s ahead");
+    // The firmware has measured itself, and offers its log of that.
+    console.run("test -c /dev/tpm0");
+    let measured = console.run(PCR);
+    assert!(measured.trim().len() == 64 && measured.trim().bytes().any(|digit| digit != b'0'));
+    console.run(TABLES);
     // The disks are those of the spec, in their order.
     console.run("test $(cat /sys/block/vda/size) = 16384 && test $(cat /sys/block/vdb/size) = 131072");
     // The first four bytes are attributes: kept without power, for the boot loader and the guest.
@@ -92,6 +103,7 @@ fn uefi_boots_the_second_disk_and_keeps_variables() {
     vm.node().sh(&format!("vmmctl clone {snapshot} {clone}"));
     let mut console = Console::open(&case, &format!("vmmctl console {clone}"));
     console.attached_again();
+    assert_eq!(console.run(PCR), measured);
     // The memory of the original, then firmware, boot loader and kernel again.
     console.type_line("reboot");
     booted(&mut console);
