@@ -26,6 +26,7 @@ mod node;
 mod paths;
 mod peers;
 mod pod;
+mod probe;
 pub mod program;
 mod registry;
 mod screen;

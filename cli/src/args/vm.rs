@@ -156,7 +156,7 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 37] = [
+const FLAGS: [&str; 38] = [
     "smbios",
     "timezone",
     "boot_menu",
@@ -185,6 +185,7 @@ const FLAGS: [&str; 37] = [
     "virtio_console",
     "guest_agent",
     "tpm",
+    "probes",
     "core_fraction",
     "core_limit",
     "host_cpus",
@@ -270,6 +271,11 @@ pub struct Guest {
     /// Add a TPM 2.0; needs the package swtpm on the node
     #[arg(long)]
     pub tpm: bool,
+    /// Check the guest periodically: readiness=http:80/healthz, startup=tcp:22, liveness=agent or liveness=exec:COMMAND, with the keys
+    /// delay=, period= and timeout= in seconds, successes= and failures=, as in startup=tcp:22,period=5,failures=60. May be given
+    /// for each of the three
+    #[arg(long = "probe", value_name = "KIND=CHECK[,KEY=VALUE…]")]
+    pub probes: Vec<String>,
     /// CD-ROM drive with an ISO image of the node, or a disk that vmmd manages, as its medium; needs --firmware. May be given several
     /// times
     #[arg(long = "cdrom", value_name = "PATH|DISK")]

@@ -3,7 +3,7 @@
 use vmmd_api::v1::{self, boot_spec::Source as Boot};
 use vmmd_spec::vm::Manifest;
 
-use super::{apply, cloud_init, disk, disk_spec, keys, nic_spec, share_spec, work::guarded};
+use super::{apply, cloud_init, disk, disk_spec, keys, nic_spec, probe_spec, share_spec, work::guarded};
 use crate::{
     args::{
         Output,
@@ -152,6 +152,7 @@ pub fn of_guest(guest: &Guest, nics: &[String]) -> Result<v1::VmSpec> {
         state_dir: guest.state_dir.clone().unwrap_or_default(),
         guest_agent: guest.guest_agent.then_some(v1::GuestAgentSpec {}),
         tpm: guest.tpm.then_some(v1::TpmSpec {}),
+        probes: probe_spec::from_flags(&guest.probes)?,
         display: guest.display.map(|layout| v1::DisplaySpec {
             keyboard_layout: layout.into(),
             ..v1::DisplaySpec::default()

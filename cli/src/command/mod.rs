@@ -30,6 +30,7 @@ mod operation;
 mod part;
 mod patch;
 mod port_forward;
+mod probe_spec;
 mod progress;
 mod run;
 mod share_spec;

@@ -119,10 +119,37 @@ fn restart(text: &mut Lines, status: &v1::VmStatus) {
         plural(counts.vmm_errors, "error of the vmm", "errors of the vmm"),
         (counts.out_of_memory, "out of memory"),
         (counts.lost, "lost"),
+        plural(counts.probe_failures, "failed probe", "failed probes"),
     ];
     let counted = counted.into_iter().filter(|(count, _)| *count > 0);
     let parts: Vec<_> = counted.map(|(count, what)| format!("{count} {what}")).collect();
     text.put("Counts", &parts.join(", "));
+}
+
+/// The probes of a VM in one line.
+fn probes(spec: Option<&v1::ProbesSpec>) -> String {
+    use v1::probe::Check;
+    let Some(spec) = spec else { return String::new() };
+    let check = |probe: &v1::Probe| match &probe.check {
+        Some(Check::Tcp(tcp)) => format!("tcp {}", tcp.port),
+        Some(Check::Http(http)) => {
+            let scheme = if http.tls { "https" } else { "http" };
+            format!("{scheme} {}{}", http.port, http.path)
+        }
+        Some(Check::Exec(exec)) => format!("exec {}", exec.command.join(" ")),
+        Some(Check::Agent(_)) => "agent".to_owned(),
+        None => String::new(),
+    };
+    let probes = [
+        ("startup", &spec.startup),
+        ("readiness", &spec.readiness),
+        ("liveness", &spec.liveness),
+    ];
+    let parts = probes.iter().filter_map(|(name, probe)| {
+        let probe = probe.as_ref()?;
+        Some(format!("{name}: {}", check(probe)))
+    });
+    parts.collect::<Vec<_>>().join(", ")
 }
 
 fn instance(text: &mut Lines, status: &v1::VmStatus, now: jiff::Timestamp) {
@@ -171,6 +198,7 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         "Guest agent",
         spec.guest_agent.as_ref().map_or("", |_| "qemu-guest-agent"),
     );
+    text.put("Probes", &probes(spec.probes.as_ref()));
     text.put("TPM", spec.tpm.as_ref().map_or("", |_| "2.0 (swtpm)"));
     match spec.boot.as_ref().and_then(|boot| boot.source.as_ref()) {
         Some(v1::boot_spec::Source::Linux(linux)) => {

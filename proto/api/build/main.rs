@@ -13,6 +13,7 @@ const FILES: &[&str] = &[
     "vmmd/v1/meta.proto",
     "vmmd/v1/exit.proto",
     "vmmd/v1/guest.proto",
+    "vmmd/v1/probe.proto",
     "vmmd/v1/vm.proto",
     "vmmd/v1/disk.proto",
     "vmmd/v1/snapshot.proto",

@@ -21,26 +21,32 @@ pub enum Asked {
     Overdue,
     /// To end at once, because its guest's kernel had panicked.
     Panicked,
+    /// To power off, and then to end at once, because a probe has failed.
+    ProbeFailed,
 }
 
 impl Asked {
     /// The same when the daemon ends it now.
     pub fn ended(self) -> Self {
         match self {
-            Self::Overdue | Self::Panicked => self,
+            Self::Overdue | Self::Panicked | Self::ProbeFailed => self,
             Self::Nothing | Self::PowerOff | Self::Kill => Self::Kill,
         }
     }
 
     /// True when the daemon has ended it.
     fn to_end(self) -> bool {
-        matches!(self, Self::Kill | Self::Overdue | Self::Panicked)
+        matches!(
+            self,
+            Self::Kill | Self::Overdue | Self::Panicked | Self::ProbeFailed
+        )
     }
 
     /// The reason of the exit after the daemon ended the run.
     fn reason(self) -> ExitReason {
         match self {
             Self::Panicked => ExitReason::GuestPanic,
+            Self::ProbeFailed => ExitReason::ProbeFailed,
             _ => ExitReason::Killed,
         }
     }
@@ -49,6 +55,7 @@ impl Asked {
 const OVERDUE: &str = "the guest did not power off within the grace period";
 /// The message about a guest whose kernel has panicked.
 pub const PANICKED: &str = "the guest's kernel has panicked";
+const PROBE_FAILED: &str = "a probe of the guest has failed: see the VM's events";
 
 /// Evidence about an ended process.
 #[derive(Clone, Debug, Default)]
@@ -113,6 +120,7 @@ pub fn phase(reason: ExitReason) -> (VmPhase, &'static str) {
         ExitReason::OutOfMemory => (VmPhase::Failed, "OutOfMemory"),
         ExitReason::NodeRestart => (VmPhase::Failed, "NodeRestart"),
         ExitReason::LauncherGone => (VmPhase::Failed, "LauncherGone"),
+        ExitReason::ProbeFailed => (VmPhase::Failed, "ProbeFailed"),
         ExitReason::Lost | ExitReason::Unspecified => (VmPhase::Failed, "Lost"),
     }
 }
@@ -120,6 +128,7 @@ pub fn phase(reason: ExitReason) -> (VmPhase, &'static str) {
 fn recorded(record: &ExitRecord, asked: Asked) -> (ExitReason, String) {
     let reason = match record.kind() {
         ExitKind::PowerOff if asked == Asked::Nothing => ExitReason::GuestShutdown,
+        ExitKind::PowerOff if asked == Asked::ProbeFailed => ExitReason::ProbeFailed,
         ExitKind::PowerOff => ExitReason::Stopped,
         ExitKind::Stopped => asked.reason(),
         ExitKind::GuestPanic => ExitReason::GuestPanic,
@@ -130,6 +139,7 @@ fn recorded(record: &ExitRecord, asked: Asked) -> (ExitReason, String) {
     };
     let message = match record.kind() {
         ExitKind::Stopped => killed_message(asked),
+        ExitKind::PowerOff if reason == ExitReason::ProbeFailed => killed_message(asked),
         _ => record.message.clone(),
     };
     (reason, message)
@@ -158,7 +168,9 @@ fn seen(evidence: &Evidence) -> Option<ExitReason> {
 fn seen_message(evidence: &Evidence, reason: ExitReason) -> String {
     match (reason, evidence.signal) {
         (ExitReason::NodeRestart, _) => "the node was restarted while the VM ran".to_owned(),
-        (ExitReason::Killed | ExitReason::GuestPanic, _) => killed_message(evidence.asked),
+        (ExitReason::Killed | ExitReason::GuestPanic | ExitReason::ProbeFailed, _) => {
+            killed_message(evidence.asked)
+        }
         (ExitReason::OutOfMemory, _) => {
             "the VM's memory ran out on the node and the kernel killed the vmm process".to_owned()
         }
@@ -172,6 +184,7 @@ fn killed_message(asked: Asked) -> String {
     match asked {
         Asked::Overdue => OVERDUE.to_owned(),
         Asked::Panicked => PANICKED.to_owned(),
+        Asked::ProbeFailed => PROBE_FAILED.to_owned(),
         Asked::Nothing | Asked::PowerOff | Asked::Kill => String::new(),
     }
 }
@@ -186,6 +199,7 @@ pub fn count(counts: &mut RunCounts, reason: ExitReason) {
         ExitReason::OutOfMemory => &mut counts.out_of_memory,
         ExitReason::Lost => &mut counts.lost,
         ExitReason::StartFailed => &mut counts.failed_starts,
+        ExitReason::ProbeFailed => &mut counts.probe_failures,
         // These ends are not failures of the VM.
         ExitReason::Stopped
         | ExitReason::Killed
@@ -224,6 +238,8 @@ mod tests {
             (K::Stopped, Asked::Overdue, R::Killed, VmPhase::Stopped),
             (K::Stopped, Asked::Panicked, R::GuestPanic, VmPhase::Failed),
             (K::GuestPanic, Asked::Panicked, R::GuestPanic, VmPhase::Failed),
+            (K::PowerOff, Asked::ProbeFailed, R::ProbeFailed, VmPhase::Failed),
+            (K::Stopped, Asked::ProbeFailed, R::ProbeFailed, VmPhase::Failed),
             (K::GuestPanic, Asked::Nothing, R::GuestPanic, VmPhase::Failed),
             (K::GuestPanic, Asked::PowerOff, R::GuestPanic, VmPhase::Failed),
             (K::GuestCrash, Asked::Nothing, R::GuestCrash, VmPhase::Failed),
@@ -255,6 +271,7 @@ mod tests {
             let message = match (kind, asked) {
                 (K::Stopped, Asked::Overdue) => OVERDUE,
                 (K::Stopped, Asked::Panicked) => PANICKED,
+                (K::Stopped | K::PowerOff, Asked::ProbeFailed) => PROBE_FAILED,
                 (K::Stopped, _) => "",
                 _ => "m",
             };

@@ -8,6 +8,7 @@
 //! | [`exit`] | the meaning of a process's end |
 //! | [`pause`] | the meaning of a state that the `vmm` reports |
 //! | [`policy`] | the reaction of the run policy |
+//! | [`probe`] | when a probe has succeeded or failed |
 //! | [`restart`] | when the run policy starts the VM |
 //! | [`handover`] | which of two daemons may run a VM that is migrated |
 //!
@@ -18,5 +19,6 @@ pub mod exit;
 pub mod handover;
 pub mod pause;
 pub mod policy;
+pub mod probe;
 pub mod restart;
 pub mod stop;

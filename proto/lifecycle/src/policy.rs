@@ -129,7 +129,8 @@ fn is_failure(reason: ExitReason) -> bool {
         | ExitReason::Lost
         | ExitReason::StartFailed
         | ExitReason::OutOfMemory
-        | ExitReason::NodeRestart => true,
+        | ExitReason::NodeRestart
+        | ExitReason::ProbeFailed => true,
     }
 }
 
@@ -226,6 +227,11 @@ mod tests {
             [Stay, StartLater, Stay, Stay, Stay],
         ),
         // `after` makes every policy manual.
+        (
+            Ended(R::ProbeFailed),
+            Intent::Running,
+            [StartLater, StartLater, StartLater, Stay, Stay],
+        ),
         (
             Ended(R::LauncherGone),
             Intent::Running,

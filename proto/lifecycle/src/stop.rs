@@ -135,7 +135,9 @@ impl Stopping {
                 vec![Effect::Report]
             }
             (Input::Deadline, Stage::Asked) => {
-                self.asked = Asked::Overdue;
+                if self.asked != Asked::ProbeFailed {
+                    self.asked = Asked::Overdue;
+                }
                 self.end(now, reachable)
             }
             (Input::Deadline, Stage::Ending) => self.kill(now),

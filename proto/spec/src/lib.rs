@@ -26,6 +26,7 @@ pub mod overhead;
 pub mod pci;
 pub mod pod;
 pub mod policy;
+pub mod probe;
 pub mod resources;
 pub mod share;
 pub mod smbios;

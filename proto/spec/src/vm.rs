@@ -21,6 +21,7 @@ use super::{
     nic::{self, Mac, NicSwitches, PublishedPort},
     pod::{self, PodUid},
     policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
+    probe::Probes,
     resources::{self, CpuSet, MemoryOptions},
     share::{self, MAX_SHARES, Share},
     smbios::Smbios,
@@ -113,6 +114,8 @@ pub struct VmSpec {
     pub cloud_init: Option<CloudInit>,
     /// The pod that has the VM.
     pub pod: Option<PodUid>,
+    /// Periodic checks of the guest.
+    pub probes: Probes,
 }
 
 impl VmSpec {
@@ -397,6 +400,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         };
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         pod::one_network(&mut found, &spec.nics);
+        let probes = Probes::new(&mut found, spec);
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
         match (topology, boot) {
@@ -427,6 +431,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 state_dir,
                 cloud_init,
                 pod,
+                probes,
             }),
             _ => Err(found),
         }

@@ -33,6 +33,7 @@ use uuid::Uuid;
 use vmmd_api::v1;
 
 pub use self::{
+    fetch::words as http_words,
     import::{has_room, import, room},
     ports::{Ports, SourceFile},
     prune::prune,

@@ -59,6 +59,7 @@ fn case() -> Case {
         shares: Vec::new(),
         cloud_init: None,
         pod: None,
+        probes: vmmd_spec::probe::Probes::default(),
     };
     Case {
         folder,

@@ -2,10 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use tokio::{
-    sync::mpsc,
-    time::{sleep, timeout},
-};
+use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 use vmmd_api::v1::{
@@ -14,9 +11,8 @@ use vmmd_api::v1::{
 use vmmd_host::failure::{Failure, Kind};
 
 use crate::{
-    guest::{Agent, Ended},
+    guest::{Agent, Ended, end_of},
     host::Host,
-    registry::vms::Entry,
 };
 
 /// The stream to the client.
@@ -31,10 +27,6 @@ const MAX_INPUT: usize = 1 << 20;
 /// Most words and bytes of a command and its environment.
 const MAX_WORDS: usize = 1024;
 const MAX_WORD_BYTES: usize = 128 << 10;
-/// Times between two looks at whether a command has ended: the first one, and the longest one. The
-/// agent does not say when a command ends.
-const FIRST_LOOK: Duration = Duration::from_millis(10);
-const LAST_LOOK: Duration = Duration::from_secs(1);
 
 /// Runs the command that the client's first message names.
 pub async fn open(host: Arc<Host>, mut input: Streaming<ExecVmRequest>) -> Result<Stream, Failure> {
@@ -67,13 +59,13 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<ExecVmRequest>) -> Resul
         let limit = limit.filter(|limit| !limit.is_zero());
         let ended = async {
             match limit {
-                Some(limit) => timeout(limit, wait(&host, &entry, pid))
+                Some(limit) => timeout(limit, end_of(&host, &entry, pid))
                     .await
                     .unwrap_or_else(|_| {
                         let message = "the command has not ended in time: it continues in the guest";
                         Err(Failure::new(Kind::Deadline, "TIMEOUT", message))
                     }),
-                None => wait(&host, &entry, pid).await,
+                None => end_of(&host, &entry, pid).await,
             }
         };
         let ended = tokio::select! {
@@ -134,18 +126,6 @@ async fn read(mut messages: Streaming<ExecVmRequest>) -> Result<Vec<u8>, Failure
         }
     }
     Ok(input)
-}
-
-/// Looks until the command has ended.
-async fn wait(host: &Host, entry: &Entry, pid: i64) -> Result<Ended, Failure> {
-    let mut pause = FIRST_LOOK;
-    loop {
-        if let Some(ended) = Agent::of(host, entry)?.ended(pid).await? {
-            return Ok(ended);
-        }
-        sleep(pause).await;
-        pause = pause.saturating_mul(2).min(LAST_LOOK);
-    }
 }
 
 /// Sends the output and the end. A client that has gone is no error.

@@ -4,17 +4,15 @@
 //! route to the client. The end of the client's data is passed on to the guest, and the guest's
 //! data continues until its own end.
 
-use std::{net::Ipv4Addr, sync::Arc, time::Duration};
+use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use tokio::{net::TcpStream, time::timeout};
 use tonic::Streaming;
-use vmmd_api::v1::{
-    PortForwardOpen, PortForwardRequest, PortForwardResponse, Vm, port_forward_request::Message,
-};
+use vmmd_api::v1::{PortForwardRequest, PortForwardResponse, port_forward_request::Message};
 use vmmd_host::{failure::Failure, text};
 
 use super::relay::{self, Messages, relay};
-use crate::host::Host;
+use crate::{host::Host, vm::address};
 
 /// The stream to the client.
 pub type Stream = relay::Stream<PortForwardResponse>;
@@ -34,7 +32,7 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<PortForwardRequest>) -> 
         .vms
         .get(&open.name)
         .ok_or_else(|| Failure::no_vm(&open.name))?;
-    let address = address(&entry.state.borrow(), &open)?;
+    let address = address(&entry.state.borrow(), &open.nic)?;
     let connection = match timeout(CONNECT, TcpStream::connect((address, port))).await {
         Ok(Ok(connection)) => connection,
         Ok(Err(error)) => return Err(unreachable(address, port, &text::words(&error))),
@@ -53,27 +51,7 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<PortForwardRequest>) -> 
     Ok(relay(host, input, connection, messages))
 }
 
-/// The address of the NIC that is meant.
-fn address(vm: &Vm, open: &PortForwardOpen) -> Result<Ipv4Addr, Failure> {
-    let status = vm.status.as_ref();
-    if status.is_none_or(|status| status.instance.is_none()) {
-        let message = "the VM is not running: start it first";
-        return Err(Failure::precondition("NOT_RUNNING", message));
-    }
-    let nics = status.into_iter().flat_map(|status| &status.nics);
-    let meant = nics.filter(|nic| open.nic.is_empty() || nic.name == open.nic);
-    let mut addresses = meant.flat_map(|nic| &nic.addresses);
-    addresses.find_map(|address| address.parse().ok()).ok_or_else(|| {
-        let which = match open.nic.as_str() {
-            "" => "the VM has no NIC".to_owned(),
-            nic => format!("the VM has no NIC \"{}\"", text::brief(nic)),
-        };
-        let message = format!("{which} with an address of the node: give it one in a network of the node");
-        Failure::precondition("NO_ADDRESS", message)
-    })
-}
-
-fn unreachable(address: Ipv4Addr, port: u16, why: &str) -> Failure {
+fn unreachable(address: IpAddr, port: u16, why: &str) -> Failure {
     let message = format!(
         "connect to port {port} of {address}: {why}; does the guest have its address by now, and does a program listen there?"
     );

@@ -1,11 +1,20 @@
 //! Commands in a guest.
 
+use std::time::Duration;
+
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use serde::Deserialize;
 use serde_json::json;
+use tokio::time::sleep;
 use vmmd_host::failure::Failure;
 
 use super::{Agent, confused};
+use crate::{host::Host, registry::vms::Entry};
+
+/// Times between two looks at whether a command has ended: the first one, and the longest one. The
+/// agent does not say when a command ends.
+const FIRST_LOOK: Duration = Duration::from_millis(10);
+const LAST_LOOK: Duration = Duration::from_secs(1);
 
 /// How a command ended, with its output.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -81,5 +90,17 @@ impl Agent<'_> {
             stderr: decode(&status.err_data)?,
             truncated: status.out_truncated || status.err_truncated,
         }))
+    }
+}
+
+/// Waits until a command of a guest has ended.
+pub async fn end_of(host: &Host, entry: &Entry, pid: i64) -> Result<Ended, Failure> {
+    let mut pause = FIRST_LOOK;
+    loop {
+        if let Some(ended) = Agent::of(host, entry)?.ended(pid).await? {
+            return Ok(ended);
+        }
+        sleep(pause).await;
+        pause = pause.saturating_mul(2).min(LAST_LOOK);
     }
 }

@@ -25,7 +25,7 @@ use vmmd_host::{
 };
 
 pub use self::{
-    exec::Ended,
+    exec::{Ended, end_of},
     file::GuestFile,
     freeze::{Frozen, freeze, may_be_frozen, thaw},
     info::look,

@@ -72,6 +72,7 @@ fn state(families: &mut Families, vm: &str, status: &v1::VmStatus) {
         ("out_of_memory", counts.out_of_memory),
         ("lost", counts.lost),
         ("failed_start", counts.failed_starts),
+        ("probe_failed", counts.probe_failures),
     ] {
         families.counter(
             "vmmd_vm_ends",

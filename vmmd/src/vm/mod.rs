@@ -6,6 +6,7 @@
 //! |---|---|
 //! | [`api`] | creates a VM's record, and shows a VM to clients |
 //! | [`actor`] | the only code that changes a VM: takes requests, runs work, receives news of the process |
+//! | [`address`](mod@address) | the address at which the node reaches a guest |
 //! | [`start`] | from a spec to a booted `vmm`, from top to bottom |
 //! | [`instance`] | one run: the process, its connection, its claims on the node |
 //! | [`machine`] | machine description for a `vmm`, differences of a running machine from its spec, cgroup limits |
@@ -13,6 +14,7 @@
 //! | [`recovery`] | a VM after the daemon's restart, after a panic of its actor, and an unusable VM |
 
 mod actor;
+mod address;
 mod api;
 mod instance;
 mod machine;
@@ -21,6 +23,7 @@ pub mod recovery;
 mod start;
 
 pub use actor::as_it_runs;
+pub use address::address;
 pub use api::create::{Incoming, create, create_as, create_incoming};
 pub use machine::secret::{refuse_digests, shown};
 pub use migratable::{migratable, refuse_what_stays};

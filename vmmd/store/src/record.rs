@@ -267,6 +267,8 @@ pub struct InstanceRecord {
     pub may_be_frozen: bool,
     /// Directory of the run's cgroup, below that of the launcher of the VM's pod; empty where the daemon chooses the cgroup.
     pub cgroup: String,
+    /// The startup probe has succeeded in this run.
+    pub started: bool,
 }
 
 impl VmRecord {

@@ -167,6 +167,7 @@ async fn a_record_keeps_every_field() {
             taps: BTreeMap::from([("eth0".into(), "vm0n2".into())]),
             shared_memory: true,
             may_be_frozen: true,
+            started: true,
             cgroup: "/sys/fs/cgroup/kubepods/pod1/c/vmm".into(),
             user: 7,
             started_ms: 8,

@@ -48,6 +48,7 @@ mod placement;
 mod pod_network;
 mod pods;
 mod policies;
+mod probes;
 mod reconcile;
 mod request;
 mod resources;

@@ -5,6 +5,7 @@ pub mod guest;
 mod helpers;
 mod ipv6;
 mod packets;
+mod probes;
 mod steps;
 
 use std::{

@@ -25,7 +25,7 @@ use vmmd_spec::mask::UpdateMask;
 use vmmd_store::{AbortRecord, Hardware, VmRecord};
 
 use super::Vms;
-use crate::control::Client;
+use crate::{control::Client, probe::Report};
 
 /// Where an answer goes: the VM's state after the request, or why not.
 pub type Reply = oneshot::Sender<Result<Arc<v1::Vm>, Failure>>;
@@ -165,6 +165,8 @@ pub enum Command {
     Quiet(oneshot::Sender<Result<Quiet, Failure>>),
     /// The agent has described its guest, or has not answered.
     Guest(Box<Result<v1::GuestInfo, Failure>>),
+    /// A probe of the guest has changed its state.
+    Probed(Report),
     /// Note durably whether the file systems of the guest may be frozen.
     Frozen(bool, oneshot::Sender<Result<(), Failure>>),
 }
@@ -343,6 +345,7 @@ impl Command {
             | Self::Client(..)
             | Self::Quiet(..)
             | Self::Guest(_)
+            | Self::Probed(_)
             | Self::Frozen(..)
             | Self::Handover(..) => None,
         }

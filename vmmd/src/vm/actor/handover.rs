@@ -491,6 +491,9 @@ impl Actor {
 
     /// Handles a received machine: the machine stays paused.
     pub(super) fn on_received(&mut self) {
+        if let Some(run) = self.record.instance.as_mut() {
+            run.started = true;
+        }
         self.enter(VmPhase::Paused, MIGRATING, RECEIVED);
         if let Some(started) = self.receiving.take() {
             let _ = started.send(Ok(()));

@@ -29,6 +29,7 @@ mod panic;
 mod pending_stop;
 mod plug;
 mod plugged;
+mod probes;
 mod processors;
 mod request;
 mod row;
@@ -291,6 +292,7 @@ impl Actor {
     async fn resume(&mut self, occasion: Option<(Occasion, u64)>) -> ControlFlow<()> {
         self.look_after();
         self.look_at_guest();
+        self.probe_guest(true);
         self.thaw_left();
         self.release_left();
         self.take_handed_over();
@@ -377,6 +379,10 @@ impl Actor {
             }
             Command::Quiet(reply) => {
                 let _ = reply.send(self.quiet());
+                return ControlFlow::Continue(());
+            }
+            Command::Probed(report) => {
+                self.on_probed(report).await;
                 return ControlFlow::Continue(());
             }
         };
@@ -633,6 +639,7 @@ impl Actor {
         self.tell_phase(before);
         if before != phase {
             self.look_at_guest();
+            self.probe_guest(false);
         }
         self.publish();
     }

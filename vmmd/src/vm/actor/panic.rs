@@ -52,13 +52,14 @@ impl Actor {
     }
 
     /// The machine was reset.
-    pub(super) fn forget_panic(&mut self) {
+    pub(super) fn on_reset(&mut self) {
         if let Some(instance) = &mut self.instance {
             (instance.panicked, instance.paused_for_panic) = (false, false);
         }
         if self.view.reason == GUEST_PANICKED {
             self.enter(self.view.phase, phase_word(self.view.phase), "");
         }
+        self.probe_again();
     }
 
     /// Whether an action by `spec.onPanic` follows a panic of the guest.

@@ -86,7 +86,7 @@ impl Actor {
         match result {
             Ok(status) => {
                 if reset {
-                    self.forget_panic();
+                    self.on_reset();
                 }
                 self.take_state(&status);
                 self.check_state(said);
@@ -261,7 +261,7 @@ impl Actor {
                     // An answer that counts later resets too may have come first.
                     instance.guest_resets = instance.guest_resets.max(reset.guest_resets);
                 }
-                self.forget_panic();
+                self.on_reset();
                 self.tell_guest_reset();
                 self.reboot_from_disk().await;
                 self.publish_counts();
@@ -270,7 +270,7 @@ impl Actor {
                 if let Some(instance) = &mut self.instance {
                     instance.crash_resets = instance.crash_resets.max(reset.crash_resets);
                 }
-                self.forget_panic();
+                self.on_reset();
                 self.tell_crash_reset(&reset.message);
                 self.publish_counts();
             }

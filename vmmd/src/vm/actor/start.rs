@@ -137,6 +137,8 @@ impl Actor {
             request_id: operation.context().request_id.clone(),
             operation: operation.id().to_owned(),
             shared_memory: spec.shares_memory(),
+            // The guest of a snapshot has started before.
+            started: restore.is_some_and(|restore| restore.machine.is_some()),
             taps: machine::taps(self.uid, &wanted.1.clone().unwrap_or_default()),
             spec: wanted.0,
             hardware: wanted.1,

@@ -41,6 +41,21 @@ use crate::{
 impl Actor {
     /// Begins a stop: graceful within `grace`, or by force.
     pub(super) fn begin_stop(&mut self, grace: Option<Duration>, operation: Handle, then: Then) {
+        let asked = match grace {
+            Some(_) => Asked::PowerOff,
+            None => Asked::Kill,
+        };
+        self.begin_stop_as(asked, grace, operation, then);
+    }
+
+    /// The same for another reason than a request.
+    pub(super) fn begin_stop_as(
+        &mut self,
+        asked: Asked,
+        grace: Option<Duration>,
+        operation: Handle,
+        then: Then,
+    ) {
         let (phase, (reason, message)) = match then {
             Then::Delete => (VmPhase::Terminating, self.leaving()),
             Then::Stay | Then::Start => (VmPhase::Stopping, ("Stopping", String::new())),
@@ -48,11 +63,7 @@ impl Actor {
         // A panicked guest does not hear its power button.
         let panicked = self.panicked();
         let grace = grace.filter(|_| !panicked);
-        let asked = match grace {
-            _ if panicked => Asked::Panicked,
-            Some(_) => Asked::PowerOff,
-            None => Asked::Kill,
-        };
+        let asked = if panicked { Asked::Panicked } else { asked };
         let mut stop = Stop::new(operation, asked, then);
         match std::mem::take(&mut self.work) {
             Work::Start(mut start) => {

@@ -148,6 +148,7 @@ impl Actor {
         if is_new || on_panic != self.spec.on_panic {
             self.reconsider(is_new).await;
         }
+        self.probe_guest(false);
         if on_panic != self.spec.on_panic {
             if let Some(instance) = &mut self.instance {
                 instance.paused_for_panic = false;
@@ -334,7 +335,7 @@ impl Actor {
         }
         for change in pending {
             if let Verdict::Live(
-                live @ (Live::RunPolicy | Live::StateDir | Live::OnPanic | Live::DropGroup(_)),
+                live @ (Live::RunPolicy | Live::StateDir | Live::OnPanic | Live::Probes | Live::DropGroup(_)),
             ) = &change.verdict
             {
                 change::take_over(&mut record, live);

@@ -314,7 +314,7 @@ impl View {
             (_, VmPhase::Running, Some(State::Up(..))) if panicked => {
                 (ConditionStatus::False, GUEST_PANICKED, PANICKED)
             }
-            (_, VmPhase::Running, Some(State::Up(..))) => (ConditionStatus::True, "Running", ""),
+            (_, VmPhase::Running, Some(State::Up(..))) => healthy(instance),
             (_, VmPhase::Running | VmPhase::Paused, Some(State::Connecting(_))) => {
                 (ConditionStatus::Unknown, UNRESPONSIVE, NO_ANSWER)
             }
@@ -335,6 +335,20 @@ impl View {
             message: message.to_owned(),
             transition_time: text::timestamp(self.ready.1),
         }
+    }
+}
+
+/// Status, reason and message of `Ready` while the machine runs: by the probes of the guest.
+fn healthy(instance: Option<&Instance>) -> (ConditionStatus, &'static str, &str) {
+    let health = instance.map(|instance| &instance.health);
+    match health.map(|health| (&health.prober, &health.ready)) {
+        None | Some((None, _) | (_, Some(Ok(())))) => (ConditionStatus::True, "Running", ""),
+        Some((_, Some(Err(message)))) => (ConditionStatus::False, "ProbeFailed", message),
+        Some((_, None)) => (
+            ConditionStatus::False,
+            "Probing",
+            "no probe of the guest has a result yet",
+        ),
     }
 }
 

@@ -35,6 +35,7 @@ use crate::{
     control::{Client, bounds},
     host::Host,
     paths::RuntimeDir,
+    probe::Prober,
     share::Keepers,
 };
 
@@ -112,6 +113,20 @@ pub struct Instance {
     pub shares: Keepers,
     /// The agent in the guest.
     pub agent: AgentState,
+    /// The guest by its probes.
+    pub health: Health,
+}
+
+/// A guest by its probes.
+#[derive(Debug, Default)]
+pub struct Health {
+    /// The probes; `None` without any, and before the guest runs.
+    pub prober: Option<Prober>,
+    /// Number of the last prober: reports of earlier ones are late.
+    pub number: u64,
+    /// Last state of the readiness probe, or of the startup probe before its success; `None` before
+    /// the first result.
+    pub ready: Option<Result<(), String>>,
 }
 
 /// The agent in a guest, as far as it is known.
@@ -162,6 +177,7 @@ impl Instance {
             ended: None,
             shares: Keepers::default(),
             agent: AgentState::of(status),
+            health: Health::default(),
         }
     }
 

@@ -59,7 +59,7 @@ use self::{
     prepare::{Checked, Made, check, make},
 };
 use super::{
-    instance::{AgentState, Instance, Unreaped, link::State},
+    instance::{AgentState, Health, Instance, Unreaped, link::State},
     machine::{self, Parts},
 };
 use crate::{
@@ -578,6 +578,7 @@ fn instance(
         ended: None,
         shares: Keepers::default(),
         agent: AgentState::default(),
+        health: Health::default(),
     }
 }
 

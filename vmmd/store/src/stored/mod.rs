@@ -5,6 +5,7 @@
 //! of both sides, so that a new field on either side does not compile until it is handled here.
 //! Enums of the API are stored by their numbers, whose meaning the frozen API never changes.
 
+mod probe;
 mod record;
 mod spec;
 

@@ -108,6 +108,8 @@ stored! {
         may_be_frozen: bool,
         #[prost(string, tag = "28")]
         cgroup: String,
+        #[prost(bool, tag = "29")]
+        started: bool,
     }
 }
 
@@ -198,6 +200,8 @@ stored! {
         failed_starts: u64,
         #[prost(uint64, tag = "11")]
         crash_resets: u64,
+        #[prost(uint64, tag = "12")]
+        probe_failures: u64,
     }
 }
 

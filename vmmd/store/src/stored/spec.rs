@@ -2,7 +2,7 @@
 
 use vmmd_api::v1;
 
-use super::{Mirror, stored};
+use super::{Mirror, probe::ProbesSpec, stored};
 
 stored! {
     /// Desired state of a VM.
@@ -47,6 +47,8 @@ stored! {
         pod: Option<PodSpec>,
         #[prost(message, optional, tag = "32")]
         tpm: Option<TpmSpec>,
+        #[prost(message, optional, tag = "40")]
+        probes: Option<ProbesSpec>,
     }
 }
 

@@ -45,6 +45,19 @@ fn a_spec_is_read_as_it_was_written() {
         virtio_console: Some(v1::VirtioConsoleSpec {}),
         guest_agent: Some(v1::GuestAgentSpec {}),
         tpm: Some(v1::TpmSpec {}),
+        probes: Some(v1::ProbesSpec {
+            startup: Some(v1::Probe {
+                check: Some(v1::probe::Check::Http(v1::HttpCheck {
+                    port: 80,
+                    path: "/".into(),
+                    tls: true,
+                    ..v1::HttpCheck::default()
+                })),
+                period_seconds: 7,
+                ..v1::Probe::default()
+            }),
+            ..v1::ProbesSpec::default()
+        }),
         shares: vec![v1::ShareSpec {
             name: "s".into(),
             path: "/srv/s".into(),

@@ -430,6 +430,7 @@ async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec, memory_bytes:
         Live::RunPolicy
         | Live::StateDir
         | Live::OnPanic
+        | Live::Probes
         | Live::DropGroup(_)
         | Live::Processors
         | Live::Attach(_)

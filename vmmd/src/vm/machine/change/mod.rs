@@ -54,6 +54,8 @@ pub enum Live {
     StateDir,
     /// The same: it is the daemon that acts.
     OnPanic,
+    /// The same.
+    Probes,
     /// The limit of a disk's own.
     DiskLimit(String),
     /// The limit of a rate group.
@@ -376,7 +378,8 @@ fn by_name(list: &Json) -> BTreeMap<&str, &Json> {
 /// Whether a path is changed as a whole: a limit is one request, and so are all rules of a NIC.
 fn whole(path: &str) -> bool {
     let wholes = ["].rateLimit", "].receiveLimit", "].transmitLimit", "].firewall"];
-    wholes.iter().any(|limit| path.ends_with(limit))
+    path == "spec.probes"
+        || wholes.iter().any(|limit| path.ends_with(limit))
         || path.starts_with("spec.rateGroups[") && path.ends_with("].limit")
 }
 
@@ -389,6 +392,7 @@ fn verdict(path: &str, was: bool, is: bool) -> Verdict {
         _ if path == "spec.runPolicy" => Some(Live::RunPolicy),
         _ if path == "spec.stateDir" => Some(Live::StateDir),
         _ if path == "spec.onPanic" => Some(Live::OnPanic),
+        _ if path == "spec.probes" => Some(Live::Probes),
         _ if path == "spec.balloon.targetBytes" => Some(Live::BalloonTarget),
         _ if PROCESSORS.contains(&path) => Some(Live::Processors),
         (false, true) if path.ends_with(']') => item("spec.disks", "")
@@ -429,6 +433,7 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
         Live::RunPolicy => running.run_policy = desired.run_policy,
         Live::StateDir => running.state_dir = desired.state_dir,
         Live::OnPanic => running.on_panic = desired.on_panic,
+        Live::Probes => running.probes = desired.probes,
         Live::DiskLimit(name) => {
             let wanted = desired.disks.iter().find(|disk| disk.name == *name);
             let disk = running.disks.iter_mut().find(|disk| disk.name == *name);

@@ -1,0 +1,184 @@
+//! Periodic checks of a guest: `spec.probes`.
+//!
+//! A [`Prober`] is the task of one run. It checks, counts ([`vm_lifecycle::probe`]) and reports
+//! changes to the actor, which decides. The task waits without a wake-up while the guest does not run.
+
+mod check;
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::{
+    sync::watch,
+    task::JoinHandle,
+    time::{sleep, timeout},
+};
+use uuid::Uuid;
+use vm_lifecycle::probe::{Tally, Verdict};
+use vmmd_api::{
+    v1::{Vm, VmPhase},
+    well_known::Timestamp,
+};
+use vmmd_spec::probe::{Probe, Probes};
+
+use self::check::Checker;
+use crate::{
+    host::Host,
+    registry::vms::{Entry, command::Command},
+};
+
+/// The probes of a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// `spec.probes.startup`.
+    Startup,
+    /// `spec.probes.readiness`.
+    Readiness,
+    /// `spec.probes.liveness`.
+    Liveness,
+}
+
+impl Kind {
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Startup => "startup",
+            Self::Readiness => "readiness",
+            Self::Liveness => "liveness",
+        }
+    }
+}
+
+/// State of a probe, which has changed. Reports of a failure that ends the run are repeated, since
+/// another action may be under way.
+#[derive(Debug)]
+pub struct Report {
+    /// Number of the prober.
+    pub prober: u64,
+    /// The probe.
+    pub kind: Kind,
+    /// It succeeds, or why it has failed.
+    pub state: Result<(), String>,
+}
+
+/// The probes of one run. They end when this is dropped.
+#[derive(Debug)]
+pub struct Prober {
+    /// The probes.
+    pub probes: Arc<Probes>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Prober {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Prober {
+    /// Begins to probe the guest of `entry`. `started`: the guest has started already, so that the
+    /// startup probe and the initial delays are over.
+    pub fn start(host: &Arc<Host>, entry: &Entry, number: u64, probes: &Probes, started: bool) -> Self {
+        let probes = Arc::new(probes.clone());
+        let task = Task {
+            checker: Checker::default(),
+            host: Arc::clone(host),
+            uid: entry.uid,
+            state: entry.state.clone(),
+            number,
+            probes: Arc::clone(&probes),
+        };
+        let task = tokio::spawn(async move {
+            // The end of the VM, which has no more reports.
+            let _gone = task.run(started).await;
+        });
+        Self { probes, task }
+    }
+}
+
+#[derive(Debug)]
+struct Task {
+    host: Arc<Host>,
+    uid: Uuid,
+    state: watch::Receiver<Arc<Vm>>,
+    number: u64,
+    probes: Arc<Probes>,
+    checker: Checker,
+}
+
+impl Task {
+    /// Probes. `None` when the VM is gone.
+    async fn run(&self, started: bool) -> Option<()> {
+        if let Some(probe) = self.probes.startup.as_ref().filter(|_| !started) {
+            self.repeat(Kind::Startup, probe, probe.initial_delay).await?;
+        }
+        let repeat = async |kind, probe: &Option<Probe>| match probe {
+            Some(probe) => {
+                let delay = if started {
+                    Duration::ZERO
+                } else {
+                    probe.initial_delay
+                };
+                self.repeat(kind, probe, delay).await
+            }
+            None => Some(()),
+        };
+        let readiness = repeat(Kind::Readiness, &self.probes.readiness);
+        let liveness = repeat(Kind::Liveness, &self.probes.liveness);
+        tokio::join!(readiness, liveness);
+        Some(())
+    }
+
+    /// Repeats a check: that of a startup probe up to its success, others without end.
+    async fn repeat(&self, kind: Kind, probe: &Probe, delay: Duration) -> Option<()> {
+        let mut tally = Tally::new(probe);
+        let mut reported = None;
+        self.runs().await?;
+        sleep(delay).await;
+        loop {
+            let since = self.runs().await?;
+            let check = self.checker.check(&self.host, self.uid, &probe.check);
+            let result = timeout(probe.timeout, check).await.unwrap_or_else(|_| {
+                let seconds = probe.timeout.as_secs();
+                Err(format!("no answer in {seconds} s"))
+            });
+            // The result of a guest that stood still in the meantime says nothing.
+            if running(&self.state.borrow()) == Some(since) {
+                let verdict = tally.add(result.is_ok());
+                let ends_run = kind != Kind::Readiness && verdict == Some(Verdict::Failed);
+                if verdict.is_some() && (verdict != reported || ends_run) {
+                    reported = verdict;
+                    self.report(kind, result).await?;
+                }
+                if kind == Kind::Startup && verdict == Some(Verdict::Succeeded) {
+                    return Some(());
+                }
+            }
+            sleep(probe.period).await;
+        }
+    }
+
+    /// Waits until the guest runs. Returns the time since when it does.
+    async fn runs(&self) -> Option<Timestamp> {
+        let mut state = self.state.clone();
+        let state = state.wait_for(|vm| running(vm).is_some()).await.ok()?;
+        running(&state)
+    }
+
+    async fn report(&self, kind: Kind, state: Result<(), String>) -> Option<()> {
+        let report = Report {
+            prober: self.number,
+            kind,
+            state,
+        };
+        // The mailbox is not kept: an actor ends when no client has its mailbox any more.
+        let entry = self.host.vms.find(self.uid)?;
+        entry.mailbox.send(Command::Probed(report)).await.ok()
+    }
+}
+
+/// Since when the guest runs, if it does and is not on its way to another node.
+fn running(vm: &Vm) -> Option<Timestamp> {
+    let status = vm.status.as_ref()?;
+    let runs = status.phase() == VmPhase::Running && status.migration.is_none();
+    runs.then(|| status.phase_time.unwrap_or_default())
+}
