@@ -32,12 +32,6 @@ use crate::{
     ),
     printcolumn(name = "Node", type_ = "string", json_path = ".status.node"),
     printcolumn(name = "Address", type_ = "string", json_path = ".status.addresses[0]"),
-    printcolumn(
-        name = "Restarts",
-        type_ = "integer",
-        json_path = ".status.restarts",
-        priority = 1
-    ),
     printcolumn(name = "Epoch", type_ = "integer", json_path = ".status.epoch", priority = 1),
     printcolumn(name = "Pod", type_ = "string", json_path = ".status.run.pod", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
@@ -64,7 +58,7 @@ pub struct VirtualMachineSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 3600))]
     pub termination_grace_period_seconds: Option<i64>,
-    /// Labels and annotations of the placeholder pods, for Services and PodDisruptionBudgets.
+    /// Labels and annotations of the launcher pods, for Services and PodDisruptionBudgets.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod_metadata: Option<PodMetadata>,
     /// As in a pod.
@@ -74,7 +68,7 @@ pub struct VirtualMachineSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::any_object")]
     pub affinity: Option<Value>,
-    /// As in a pod. The toleration for the taint of vmmd's nodes is always present.
+    /// As in a pod.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::any_objects")]
     pub tolerations: Vec<Value>,
@@ -88,15 +82,15 @@ pub struct VirtualMachineSpec {
     /// As in a pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scheduler_name: Option<String>,
-    /// In a launcher pod: whether the VM is ready for traffic, as in a pod; when not given, whether the VM runs.
+    /// Whether the VM is ready for traffic, as in a pod; when not given, whether the VM runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::any_object")]
     pub readiness_probe: Option<Value>,
-    /// In a launcher pod: the run ends when this probe fails, as in a pod.
+    /// The run ends when this probe fails, as in a pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::any_object")]
     pub liveness_probe: Option<Value>,
-    /// In a launcher pod: the other probes begin after this one has succeeded, as in a pod; when not given, after the VM runs.
+    /// The other probes begin after this one has succeeded, as in a pod; when not given, after the VM runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::any_object")]
     pub startup_probe: Option<Value>,
@@ -136,7 +130,7 @@ pub enum Eviction {
     Stop,
 }
 
-/// Labels and annotations of placeholder pods.
+/// Labels and annotations of launcher pods.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct PodMetadata {
@@ -152,13 +146,13 @@ pub struct PodMetadata {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VirtualMachineStatus {
-    /// Invalid, Pending, Scheduling, Starting, Running, Migrating, Restarting, Stopping, Stopped, Failed, or Unknown when its node does not report.
+    /// Invalid, Pending, Scheduling, Starting, Running, Migrating, Stopping, Stopped, Failed, or Unknown when its node does not report.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub phase: String,
     /// The generation of the spec that this is about.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// The largest number that a run has had. It grows before each new placeholder pod.
+    /// The largest number that a run has had. It grows before each new launcher pod.
     pub epoch: i64,
     /// The last run.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -183,18 +177,16 @@ pub struct VirtualMachineStatus {
     /// Addresses of the guest.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<String>,
-    /// Starts by the run policy on the same node in this run.
-    pub restarts: i32,
     /// Valid, Scheduled, Ready.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
 }
 
-/// One run: a placeholder pod, and the VM on the node that the scheduler has given it.
+/// One run: a launcher pod, and the VM on the node that the scheduler has given it.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Run {
-    /// Name of the placeholder pod.
+    /// Name of the launcher pod.
     pub pod: String,
     /// Its uid. An agent runs the VM of this pod only; unset until the pod is made.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -212,21 +204,21 @@ pub struct Run {
     pub from: Option<String>,
 }
 
-/// A VM's way from the node of its run to another one. When it succeeds, the run is that of the second placeholder pod.
+/// A VM's way from the node of its run to another one. When it succeeds, the run is that of the second launcher pod.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Migration {
-    /// Placing until the second placeholder pod is on a node that waits for the VM; Moving from
+    /// Placing until the second launcher pod is on a node that waits for the VM; Moving from
     /// then on until an agent reports the result for the VM; Succeeded, or Failed.
     pub phase: MigrationPhase,
     /// Number of the run that the VM gets.
     pub epoch: i64,
-    /// Name of the second placeholder pod.
+    /// Name of the second launcher pod.
     pub pod: String,
     /// Its uid; unset until the pod is made.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pod_uid: Option<String>,
-    /// Name of the placeholder pod that the VM leaves.
+    /// Name of the launcher pod that the VM leaves.
     pub source_pod: String,
     /// Its uid.
     pub source_uid: String,
@@ -268,13 +260,13 @@ pub enum MigrationPhase {
 }
 
 impl Migration {
-    /// Whether the second placeholder pod may get the VM yet.
+    /// Whether the second launcher pod may get the VM yet.
     pub fn is_under_way(&self) -> bool {
         matches!(self.phase, MigrationPhase::Placing | MigrationPhase::Moving)
     }
 }
 
-/// Role of a placeholder pod for a VirtualMachine.
+/// Role of a launcher pod for a VirtualMachine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Role<'a> {
     /// That of its run.

@@ -12,9 +12,9 @@ use tonic::{
 use tonic_types::StatusExt as _;
 use vmmd_api::v1::{
     self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
-    image_service_client::ImageServiceClient, migration_service_client::MigrationServiceClient,
-    node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
-    pod_service_client::PodServiceClient, vm_service_client::VmServiceClient,
+    image_service_client::ImageServiceClient, node_service_client::NodeServiceClient,
+    operation_service_client::OperationServiceClient, pod_service_client::PodServiceClient,
+    vm_service_client::VmServiceClient,
 };
 
 use crate::names;
@@ -35,8 +35,6 @@ pub struct Daemon {
     pub events: EventServiceClient<Channel>,
     /// Its disks.
     pub disks: DiskServiceClient<Channel>,
-    /// Its migrations.
-    pub migrations: MigrationServiceClient<Channel>,
     /// Its images.
     pub images: ImageServiceClient<Channel>,
     /// Its operations.
@@ -60,7 +58,6 @@ impl Daemon {
             nodes: NodeServiceClient::new(channel.clone()),
             events: EventServiceClient::new(channel.clone()),
             disks: DiskServiceClient::new(channel.clone()),
-            migrations: MigrationServiceClient::new(channel.clone()),
             images: ImageServiceClient::new(channel.clone()),
             operations: OperationServiceClient::new(channel.clone()),
             pods: PodServiceClient::new(channel),

@@ -3,21 +3,20 @@
 //! One VM never runs twice. A run is a number (the epoch), a pod of that number, and the pod's uid.
 //! All three are in the status, which is only written over the version that was read. The next run
 //! begins when the API server reports that the pod does not exist. This happens only after the
-//! removal of its finalizer. From a launcher pod the controller removes the finalizer when the
-//! kubelet has reported that all containers have terminated ([`crate::launcher::state`]). From a pod
-//! of a virtual node its agent does, when the VM is gone. An agent starts a VM only for the pod whose
-//! uid the status names: a late pod of an outdated controller never becomes a VM. During a migration
-//! there is a second pod, see [`super::migration`]: then both have to be gone.
+//! removal of its finalizer. The controller removes the finalizer when the kubelet has reported that
+//! all containers have terminated ([`crate::launcher::state`]). An agent starts a VM only for the pod
+//! whose uid the status names: a late pod of an outdated controller never becomes a VM.
 
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 use vmmd_api::v1::RunPolicy;
 
-use super::{migration, status};
+use super::status;
 use crate::{
     crd::{Run, VirtualMachine, VirtualMachineStatus},
-    launcher, names, placeholder,
+    launcher::{self, state},
+    names,
     run::{self, Plan},
     spec::{self, Invalid},
 };
@@ -36,16 +35,6 @@ pub struct Seen<'a> {
     pub machine: &'a VirtualMachine,
     /// The pod with the name of its last run's.
     pub pod: Option<&'a Pod>,
-    /// The node of the pod; `None` also when there is no such node.
-    pub node: Option<&'a Node>,
-    /// The pod with the name of that which the VM is, or was last, to be moved to.
-    pub target: Option<&'a Pod>,
-    /// Its node.
-    pub target_node: Option<&'a Node>,
-    /// The pod with the name of that which the VM left last.
-    pub source: Option<&'a Pod>,
-    /// Pods have launchers.
-    pub launcher: bool,
     /// The time.
     pub now: Timestamp,
 }
@@ -61,26 +50,6 @@ pub enum Act {
     Write(Box<VirtualMachineStatus>),
     /// Make the pod of the run that the status names.
     CreatePod(Box<Plan>),
-    /// Make the pod that the VM is to be moved to.
-    CreateTarget {
-        /// The VM.
-        plan: Box<Plan>,
-        /// Number of the run that it gets.
-        epoch: i64,
-        /// The node that it leaves.
-        from: String,
-        /// That node's processor.
-        cpu_model: Option<String>,
-    },
-    /// Notify the agent of this pod's node to move the VM.
-    Wake {
-        /// The pod's name.
-        pod: String,
-        /// Its uid.
-        uid: String,
-        /// Number of the run that the VM gets.
-        epoch: i64,
-    },
     /// Delete this pod with its grace period.
     DeletePod {
         /// Its name.
@@ -108,22 +77,8 @@ pub fn next(seen: &Seen<'_>) -> Act {
     if let Some(act) = foreign.and_then(delete).filter(|_| !deleting) {
         return act;
     }
-    let plan = match seen.launcher {
-        true => launcher::plan(machine),
-        false => placeholder::plan(machine),
-    };
-    // A launcher's VM is not moved. A migration from before the change of the kind of pods ends.
-    if (!seen.launcher || old.under_way().is_some())
-        && let Some(act) = migration::next(seen, &old, own, plan.as_ref().ok())
-    {
-        return act;
-    }
-    let left_over = migration::left_over(seen, &old);
-    if let Some(act) = left_over.and_then(delete) {
-        return act;
-    }
+    let plan = launcher::plan(machine);
     match own {
-        None if left_over.is_some() => write_if_new(&old, status::of(seen, &old, None, None)),
         None if deleting => Act::RemoveFinalizer,
         None => without_pod(seen, &old, plan),
         Some(pod) if deleting => {
@@ -169,7 +124,7 @@ fn with_pod(seen: &Seen<'_>, old: &VirtualMachineStatus, pod: &Pod, plan: Result
     };
     run.pod_uid = pod.uid();
     let changed = plan.is_ok_and(|plan| plan.digest() != run.digest);
-    let end = status::end(pod, changed);
+    let end = state::end(pod, changed);
     if run.end.is_none() && end.is_some() {
         run.end = end;
         note_end(&mut new, seen.now);

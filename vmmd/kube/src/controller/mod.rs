@@ -6,7 +6,6 @@
 //! controllers that both believe to be the holder do no harm, see [`decide`].
 
 mod decide;
-mod migration;
 mod orphans;
 mod status;
 
@@ -18,7 +17,7 @@ use std::{
 
 use futures::{Stream, StreamExt as _, channel::mpsc};
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{Node, PersistentVolumeClaim, Pod};
+use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions},
@@ -26,21 +25,18 @@ use kube::{
         WatchStreamExt as _,
         controller::{Action, Controller},
         events::{Event, EventType, Recorder},
-        reflector::{ObjectRef, Store},
         watcher,
     },
 };
 use serde_json::json;
 use tokio::time::Instant;
 
-pub use self::migration::is_evicted;
-
 use self::decide::{Act, Seen};
 use crate::{
     backoff::{Watches, watching},
     clients::Clients,
-    crd::{MigrationPhase, VirtualMachine},
-    launcher, metrics, names, placeholder,
+    crd::VirtualMachine,
+    launcher, metrics, names,
     run::{Plan, Settings},
     spec::Invalid,
 };
@@ -83,9 +79,7 @@ enum Error {
 pub async fn run(clients: Clients, settings: Settings) {
     let machines = Api::<VirtualMachine>::all(clients.watches.clone());
     let pods = Api::<Pod>::all(clients.watches.clone());
-    let nodes = Api::<Node>::all(clients.watches.clone());
     let recorder = Recorder::new(clients.calls.clone(), "vmmd-kube-controller".into());
-    let launcher = settings.launcher_image.is_some();
     let context = Arc::new(Context {
         client: clients.calls.clone(),
         settings,
@@ -102,17 +96,11 @@ pub async fn run(clients: Clients, settings: Settings) {
         };
         metrics::count(counted.state().iter().map(phase))
     });
-    let orphans = tokio::spawn(orphans::run(clients, store.clone()));
+    let orphans = tokio::spawn(orphans::run(clients, store));
     let (listed, anew) = mpsc::unbounded();
-    let mut controller = controller
-        .owns_stream(watched(pods, listed))
-        .reconcile_all_on(anew);
-    if !launcher {
-        controller = controller.watches(nodes, watching().labels(names::NODE), move |node| {
-            on_node(&store, &node)
-        });
-    }
     controller
+        .owns_stream(watched(pods, listed))
+        .reconcile_all_on(anew)
         .trigger_backoff(Watches::new())
         .run(reconcile, on_error, context)
         .for_each(|result| async move {
@@ -141,27 +129,6 @@ fn watched(
         .touched_objects()
 }
 
-/// The VirtualMachines whose status depends on a node. The node's periodic reports cause no work
-/// without VMs on the node.
-fn on_node(store: &Store<VirtualMachine>, node: &Node) -> Vec<ObjectRef<VirtualMachine>> {
-    let conditions = node.status.as_ref().and_then(|status| status.conditions.as_ref());
-    let lost = conditions
-        .into_iter()
-        .flatten()
-        .any(|condition| condition.type_ == "Ready" && condition.status == "Unknown")
-        || node.metadata.deletion_timestamp.is_some();
-    let name = node.name_any();
-    let concerned = store.state_filter(|machine| {
-        let status = machine.status.as_ref();
-        status
-            .is_some_and(|status| status.node.as_ref() == Some(&name) && (lost || status.phase == "Unknown"))
-    });
-    concerned
-        .iter()
-        .map(|machine| ObjectRef::from_obj(&**machine))
-        .collect()
-}
-
 #[allow(clippy::needless_pass_by_value, reason = "the form that Controller wants")]
 fn on_error(machine: Arc<VirtualMachine>, error: &Error, _: Arc<Context>) -> Action {
     match error {
@@ -179,33 +146,13 @@ fn on_error(machine: Arc<VirtualMachine>, error: &Error, _: Arc<Context>) -> Act
 async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Result<Action, Error> {
     let namespace = machine.namespace().unwrap_or_default();
     let pods = Api::<Pod>::namespaced(context.client.clone(), &namespace);
-    let launcher = context.settings.launcher_image.is_some();
-    // The pod has all about the node of a launcher.
-    let nodes = (!launcher).then(|| Api::<Node>::all(context.client.clone()));
     let mut machine = (*machine).clone();
     for _ in 0..STEPS {
-        let status = machine.status.clone().unwrap_or_default();
-        let run = status.run.as_ref().map(|run| run.pod.as_str());
-        let migration = status.migration.as_ref();
-        let target = migration.map(|migration| migration.pod.as_str());
-        let source = migration.map(|migration| migration.source_pod.as_str());
-        let pod = find(&pods, run).await?;
-        let node = node_of(nodes.as_ref(), pod.as_ref()).await?;
-        // All about a finished migration is known, except a pod that it may have left over.
-        let (target, source) = match migration.map(|migration| migration.phase) {
-            None => (None, None),
-            Some(MigrationPhase::Succeeded) => (None, find(&pods, source).await?),
-            Some(_) => (find(&pods, target).await?, None),
-        };
-        let target_node = node_of(nodes.as_ref(), target.as_ref()).await?;
+        let run = machine.status.as_ref().and_then(|status| status.run.as_ref());
+        let pod = find(&pods, run.map(|run| run.pod.as_str())).await?;
         let seen = Seen {
             machine: &machine,
             pod: pod.as_ref(),
-            node: node.as_ref(),
-            target: target.as_ref(),
-            target_node: target_node.as_ref(),
-            source: source.as_ref(),
-            launcher,
             now: Timestamp::now(),
         };
         let act = decide::next(&seen);
@@ -229,15 +176,6 @@ async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Resul
 async fn find(pods: &Api<Pod>, name: Option<&str>) -> Result<Option<Pod>, Error> {
     match name.filter(|name| !name.is_empty()) {
         Some(name) => Ok(pods.get_opt(name).await?),
-        None => Ok(None),
-    }
-}
-
-async fn node_of(nodes: Option<&Api<Node>>, pod: Option<&Pod>) -> Result<Option<Node>, Error> {
-    let Some(nodes) = nodes else { return Ok(None) };
-    let bound = pod.and_then(|pod| pod.spec.as_ref()?.node_name.as_deref());
-    match bound.filter(|name| !name.is_empty()) {
-        Some(name) => Ok(nodes.get_opt(name).await?),
         None => Ok(None),
     }
 }
@@ -302,29 +240,6 @@ impl Context {
                     }
                 }
             }
-            Act::CreateTarget {
-                plan,
-                epoch,
-                from,
-                cpu_model,
-            } => {
-                let from = (from.as_str(), cpu_model.as_deref());
-                let pod = placeholder::target(machine, &plan, epoch, &self.settings, from);
-                self.create(machine, pod, epoch, pods).await?;
-            }
-            Act::Wake { pod, uid, epoch } => {
-                let patch = json!({"metadata": {
-                    "uid": uid,
-                    "annotations": {names::LEAVES: epoch.to_string()},
-                }});
-                match pods
-                    .patch(&pod, &PatchParams::default(), &Patch::Merge(patch))
-                    .await
-                {
-                    Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => {}
-                    patched => drop(patched?),
-                }
-            }
             Act::DeletePod { pod, uid } => {
                 let parameters = DeleteParams {
                     preconditions: Some(Preconditions {
@@ -354,9 +269,6 @@ impl Context {
         plan: &Plan,
         epoch: i64,
     ) -> Result<Result<Pod, Invalid>, Error> {
-        if self.settings.launcher_image.is_none() {
-            return Ok(placeholder::pod(machine, plan, epoch, &self.settings));
-        }
         let namespace = machine.namespace().unwrap_or_default();
         let claims = Api::<PersistentVolumeClaim>::namespaced(self.client.clone(), &namespace);
         let mut modes = launcher::Modes::new();

@@ -1,8 +1,6 @@
 //! Pods of runs outside of all reconciliations.
 //!
 //! - Launcher pods that were deleted, and of which nothing runs any more: their finalizer is removed.
-//! - Other pods that were deleted before they were bound: no node has any part of them, and no agent
-//!   will ever remove their finalizer.
 //! - Pods of an earlier run that an outdated controller has created late: no agent runs them, and
 //!   no other component deletes them.
 
@@ -127,12 +125,9 @@ fn is_stale(pod: &Pod, owner: &OwnerReference, machine: Option<&VirtualMachine>)
 
 /// Whether the finalizer of a pod has to be removed here.
 fn is_orphan(pod: &Pod) -> bool {
-    let bound = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
-    // The API server binds no pod that is being deleted.
-    let unbound = bound.unwrap_or_default().is_empty();
     pod.metadata.deletion_timestamp.is_some()
         && pod.finalizers().iter().any(|name| name == names::VM_GONE)
-        && (unbound || state::is_launcher(pod) && state::is_gone(pod))
+        && state::is_gone(pod)
 }
 
 /// Over the version that was seen: when the pod has changed since, the watch says so.
@@ -173,7 +168,6 @@ mod tests {
         for (deleted, node, finalizer, orphan) in table {
             let pod: Pod = serde_json::from_value(json!({
                 "metadata": {
-                    "annotations": {names::MANIFEST: "{}"},
                     "deletionTimestamp": deleted.then_some("2026-01-02T03:04:05Z"),
                     "finalizers": if finalizer { vec![names::VM_GONE] } else { vec![] },
                 },

@@ -107,7 +107,6 @@ pub fn pod(
     let spec = pod.spec.get_or_insert_default();
     spec.containers = vec![container];
     spec.volumes = Some(volumes).filter(|all| !all.is_empty());
-    spec.runtime_class_name.clone_from(&settings.runtime_class);
     // The launcher ends with the run. vmmd restarts the VM in a run.
     spec.restart_policy = Some("Never".to_owned());
     Ok(pod)
@@ -224,7 +223,7 @@ fn container(
     };
     Ok(Container {
         name: names::CONTAINER.to_owned(),
-        image: settings.launcher_image.clone(),
+        image: Some(settings.launcher_image.clone()),
         command: Some(vec![PROGRAM.to_owned()]),
         env: Some(vec![
             field("VMMD_POD_NAMESPACE", "metadata.namespace"),

@@ -6,7 +6,6 @@
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{ContainerState, ContainerStateTerminated, Pod, PodStatus};
-use kube::ResourceExt as _;
 
 use crate::names;
 
@@ -27,11 +26,6 @@ const REJECTIONS: [&str; 7] = [
     "AppArmor",
     "PodOSNotSupported",
 ];
-
-/// Whether a pod has a launcher. A pod of a virtual node carries its VM.
-pub fn is_launcher(pod: &Pod) -> bool {
-    !pod.annotations().contains_key(names::MANIFEST)
-}
 
 /// Whether nothing of a pod runs, and never will: it was deleted before it was bound, the kubelet
 /// has rejected it, or all its containers have terminated and are not started again.
@@ -96,9 +90,10 @@ fn launcher(pod: &Pod) -> Option<&k8s_openapi::api::core::v1::ContainerStatus> {
     containers.iter().find(|one| one.name == names::CONTAINER)
 }
 
-/// The reason in a termination message, `Reason: message`.
+/// The reason in a termination message: `Reason: message`, or the reason alone.
 fn word(state: &ContainerStateTerminated) -> Option<&str> {
-    let (word, _) = state.message.as_deref()?.split_once(": ")?;
+    let text = state.message.as_deref()?.trim_end();
+    let word = text.split_once(": ").map_or(text, |(word, _)| word);
     let camel = word.starts_with(|first: char| first.is_ascii_uppercase())
         && word.bytes().all(|byte| byte.is_ascii_alphanumeric());
     camel.then_some(word)
