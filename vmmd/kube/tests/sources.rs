@@ -31,7 +31,7 @@ impl Scene {
         assert!(self.cluster.bind(pod, "n0"));
     }
 
-    /// Waits until the launcher of the pod is told that.
+    /// Waits until the launcher of the pod has this report.
     fn waits(&self, pod: &str, reason: &str, message: &str) {
         let uid = self.cluster.pod(pod)["metadata"]["uid"]
             .as_str()
@@ -111,7 +111,7 @@ fn with_image(spec: &mut Value) {
 }
 
 #[test]
-fn image_is_imported_once_for_several_vms_and_again_after_a_failure() {
+fn image_is_imported_once_for_all_vms_and_again_after_a_failure() {
     let scene = Scene::new();
     let cluster = &scene.cluster;
     let storage = &cluster.vmmds[0].state.storage;
