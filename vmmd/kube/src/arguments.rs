@@ -100,6 +100,9 @@ pub struct ControllerArguments {
     /// Image of the launcher, vmmd-pod
     #[arg(long, value_name = "IMAGE", env = "VMMD_KUBE_LAUNCHER_IMAGE")]
     pub launcher_image: String,
+    /// Port of the vmmds for each other; VMs are moved to the address of a node with this port
+    #[arg(long, value_name = "PORT", default_value_t = 7443)]
+    pub migration_port: u16,
     /// Memory in MiB that pods request beyond what vmmd sets aside for their VMs
     #[arg(long, value_name = "MIB", default_value_t = 0)]
     pub overhead_mib: u32,
@@ -117,6 +120,7 @@ impl ControllerArguments {
         run::Settings {
             overhead: u64::from(self.overhead_mib) << 20,
             launcher_image: self.launcher_image.clone(),
+            migration_port: self.migration_port,
         }
     }
 }

@@ -111,8 +111,9 @@ impl VirtualMachineSpec {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct MigrationPolicy {
-    /// Effect of an eviction, as by `kubectl drain`: Migrate, the default, moves the VM when that
-    /// is possible, Stop stops the VM.
+    /// Effect of `kubectl cordon` and `kubectl drain` of the node: Migrate, the default, moves the VM
+    /// when that is possible, and evictions of the pod are refused meanwhile. Stop: an eviction ends
+    /// the run.
     pub eviction: Eviction,
     /// How long a migration may take, in seconds; 600 when not given.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -122,7 +123,7 @@ pub struct MigrationPolicy {
     pub force: bool,
 }
 
-/// Effect of an eviction on a running VM.
+/// Effect of a cordoned node on a running VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 pub enum Eviction {
     #[default]
@@ -199,7 +200,7 @@ pub struct Run {
     /// Its number, when a larger one has been given away since, to a migration.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epoch: Option<i64>,
-    /// The node that the VM was moved from. Its agent makes no VM for such a run, but takes over the one that was moved.
+    /// The node that the VM was moved from. No VM is created for such a run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
 }
@@ -208,8 +209,8 @@ pub struct Run {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Migration {
-    /// Placing until the second launcher pod is on a node that waits for the VM; Moving from
-    /// then on until an agent reports the result for the VM; Succeeded, or Failed.
+    /// Placing until the launcher of the second pod runs; Moving from then on until the pods report the
+    /// result; Succeeded, or Failed.
     pub phase: MigrationPhase,
     /// Number of the run that the VM gets.
     pub epoch: i64,
@@ -222,14 +223,14 @@ pub struct Migration {
     pub source_pod: String,
     /// Its uid.
     pub source_uid: String,
-    /// The pod was evicted, and has to go whether the VM can be moved or not.
+    /// The node of the VM was cordoned.
     pub evicted: bool,
     /// The node that the VM leaves.
     pub from: String,
     /// The node that it is moved to.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub to: Option<String>,
-    /// Where the vmmd of that node is.
+    /// Where the vmmd of that node is reached, as HOST:PORT.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
     /// How long it may take, in seconds.
@@ -294,7 +295,7 @@ impl VirtualMachineStatus {
             .filter(|migration| migration.is_under_way())
     }
 
-    /// The migration whose result for the VM only an agent can report.
+    /// The migration whose result only the pods can report.
     pub fn moving(&self) -> Option<&Migration> {
         self.migration
             .as_ref()

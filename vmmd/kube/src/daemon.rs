@@ -12,9 +12,9 @@ use tonic::{
 use tonic_types::StatusExt as _;
 use vmmd_api::v1::{
     self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
-    image_service_client::ImageServiceClient, node_service_client::NodeServiceClient,
-    operation_service_client::OperationServiceClient, pod_service_client::PodServiceClient,
-    vm_service_client::VmServiceClient,
+    image_service_client::ImageServiceClient, migration_service_client::MigrationServiceClient,
+    node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
+    pod_service_client::PodServiceClient, vm_service_client::VmServiceClient,
 };
 
 use crate::names;
@@ -35,6 +35,8 @@ pub struct Daemon {
     pub events: EventServiceClient<Channel>,
     /// Its disks.
     pub disks: DiskServiceClient<Channel>,
+    /// Its migrations.
+    pub migrations: MigrationServiceClient<Channel>,
     /// Its images.
     pub images: ImageServiceClient<Channel>,
     /// Its operations.
@@ -58,6 +60,7 @@ impl Daemon {
             nodes: NodeServiceClient::new(channel.clone()),
             events: EventServiceClient::new(channel.clone()),
             disks: DiskServiceClient::new(channel.clone()),
+            migrations: MigrationServiceClient::new(channel.clone()),
             images: ImageServiceClient::new(channel.clone()),
             operations: OperationServiceClient::new(channel.clone()),
             pods: PodServiceClient::new(channel),
@@ -191,6 +194,11 @@ pub fn camel(word: &str) -> String {
 /// The pod that a VM was made for.
 pub fn pod_uid(vm: &v1::Vm) -> Option<&String> {
     vm.metadata.as_ref()?.labels.get(names::POD_UID)
+}
+
+/// The pod whose launcher has a VM.
+pub fn launcher_uid(vm: &v1::Vm) -> Option<&String> {
+    Some(&vm.spec.as_ref()?.pod.as_ref()?.uid)
 }
 
 /// A VM's name.

@@ -21,6 +21,11 @@ pub const VOLUME: &str = "vmmd.dev/volume";
 pub const START: &str = "vmmd.dev/start";
 /// Annotation of VirtualMachines: another value moves the VM to another node while it runs.
 pub const MIGRATE: &str = "vmmd.dev/migrate";
+/// Label of VirtualMachines that are being moved: the node that the VM leaves, as
+/// [`label_value`]. The agent of that node watches them.
+pub const MIGRATING_FROM: &str = "vmmd.dev/migrating-from";
+/// Annotation of launcher pods whose VM uses a volume that only one node has at a time.
+pub const SINGLE_NODE: &str = "vmmd.dev/single-node";
 /// Finalizer of launcher pods. The controller removes it when nothing of the pod runs, and never
 /// will.
 pub const VM_GONE: &str = "vmmd.dev/vm-gone";
@@ -43,6 +48,14 @@ pub fn vm_name(namespace: &str, name: &str, uid: &str) -> String {
     let mut readable = format!("{namespace}-{name}").replace('.', "-");
     readable.truncate(MAX_LABEL - 1 - hash.len());
     format!("{}-{hash}", readable.trim_end_matches('-'))
+}
+
+/// Name of a node as the value of a label: a longer name is replaced by its hash.
+pub fn label_value(node: &str) -> String {
+    match node.len() {
+        0..=MAX_LABEL => node.to_owned(),
+        _ => digest(node.as_bytes())[..MAX_LABEL].to_owned(),
+    }
 }
 
 /// Name of the launcher pod of a run.

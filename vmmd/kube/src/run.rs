@@ -29,6 +29,8 @@ pub struct Settings {
     pub overhead: u64,
     /// Image of the launcher.
     pub launcher_image: String,
+    /// Port at which the vmmds of other nodes are reached.
+    pub migration_port: u16,
 }
 
 /// A VirtualMachine's run before it has begun: the VM of vmmd, and the text that identifies it.
@@ -169,7 +171,8 @@ pub fn belongs(pod: &Pod, machine: &VirtualMachine, epoch: i64) -> bool {
     owned && pod.labels().get(names::EPOCH) == Some(&epoch.to_string())
 }
 
-fn owner(machine: &VirtualMachine) -> OwnerReference {
+/// The reference of an object that goes with a VirtualMachine.
+pub fn owner(machine: &VirtualMachine) -> OwnerReference {
     OwnerReference {
         api_version: VirtualMachine::api_version(&()).into_owned(),
         kind: VirtualMachine::kind(&()).into_owned(),
@@ -217,6 +220,7 @@ pub mod tests {
         Settings {
             overhead: 16 << 20,
             launcher_image: "vmmd-pod:test".to_owned(),
+            migration_port: 7443,
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use std::{collections::BTreeMap, sync::atomic::Ordering, time::Duration};
 
+use serde_json::json;
 use vmmd_api::v1::ExitReason;
 
 use crate::mock::{Cluster, Program, vmmd, wait};
@@ -53,11 +54,17 @@ fn schedule(cluster: &Cluster, random: &mut Random) {
     }
 }
 
+fn uncordon(cluster: &Cluster) {
+    for node in 0..NODES {
+        cluster.cordon(&format!("n{node}"), false);
+    }
+}
+
 fn pause(random: &mut Random) {
     std::thread::sleep(Duration::from_millis(u64::try_from(random.below(500)).unwrap()));
 }
 
-/// Agents, controllers, the API server, vmmds and kubelets fail, and pods are deleted, also by force.
+/// Agents, controllers, the API server, vmmds and kubelets fail, VMs are moved, and pods are deleted, also by force.
 #[test]
 fn no_vm_runs_twice_whatever_is_killed() {
     let seed = number("VMMD_KUBE_SEED").unwrap_or_else(|| (1 << 40) | u64::from(std::process::id()));
@@ -69,14 +76,24 @@ fn no_vm_runs_twice_whatever_is_killed() {
     let mut agents: BTreeMap<usize, Program> = (0..NODES).map(|node| (node, cluster.agent(node))).collect();
     let mut controllers = [cluster.controller(), cluster.controller()];
     let names: Vec<_> = (0..MACHINES).map(|index| format!("m{index}")).collect();
+    cluster.create_claim("root", "ReadWriteMany");
     for name in &names {
-        cluster.create(name, "always_on");
+        // The first one has a disk that is made for each run, and is not moved.
+        cluster.create_with(name, "always_on", |spec| {
+            if *name != "m0" {
+                spec["volumes"] = json!([{"name": "root", "persistentVolumeClaim": {"claimName": "root"}}]);
+            }
+        });
     }
     for round in 0..rounds {
+        if round % 5 == 4 {
+            // Otherwise a run seldom lives as long as a migration takes.
+            std::thread::sleep(Duration::from_millis(1500));
+        }
         schedule(&cluster, &mut random);
         let name = &names[random.below(MACHINES)];
         let node = random.below(NODES);
-        match random.below(10) {
+        match random.below(14) {
             0 => {
                 agents.remove(&node);
                 agents.insert(node, cluster.agent(node));
@@ -114,6 +131,9 @@ fn no_vm_runs_twice_whatever_is_killed() {
             8 => kubelets
                 .iter()
                 .for_each(|kubelet| kubelet.away.store(false, Ordering::SeqCst)),
+            9 | 10 => cluster.annotate(name, "vmmd.dev/migrate", &round.to_string()),
+            11 => cluster.cordon(&format!("n{node}"), true),
+            12 => uncordon(&cluster),
             _ => pause(&mut random),
         }
         assert_eq!(
@@ -122,6 +142,8 @@ fn no_vm_runs_twice_whatever_is_killed() {
             "round {round} of seed {seed}"
         );
     }
+    uncordon(&cluster);
+    println!("{} moves in {rounds} rounds", cluster.ledger.moves().len());
     for kubelet in &kubelets {
         kubelet.away.store(false, Ordering::SeqCst);
     }

@@ -3,6 +3,7 @@
 mod controller;
 mod faults;
 mod launcher;
+mod migration;
 mod mock;
 mod plugin;
 mod rbac;

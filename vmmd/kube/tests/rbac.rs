@@ -38,6 +38,8 @@ fn set(rules: &[&str]) -> BTreeSet<String> {
 fn rights_of_the_agent_are_these() {
     let wanted = [
         "vmmd.dev/virtualmachines get",
+        "vmmd.dev/virtualmachines list",
+        "vmmd.dev/virtualmachines watch",
         "events.k8s.io/events create",
         "events.k8s.io/events patch",
     ];
@@ -61,6 +63,10 @@ fn rights_of_the_controller_are_these() {
         "/pods patch",
         "/pods delete",
         "/persistentvolumeclaims get",
+        "/nodes list",
+        "/nodes watch",
+        "policy/poddisruptionbudgets create",
+        "policy/poddisruptionbudgets delete",
         "events.k8s.io/events create",
         "events.k8s.io/events patch",
     ];

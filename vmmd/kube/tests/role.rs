@@ -5,11 +5,12 @@ use std::{collections::BTreeSet, fs, path::Path};
 use vmmd_api::rule::METHOD_RULES;
 
 /// The clients of `Daemon`, and their services.
-const CLIENTS: [(&str, &str); 7] = [
+const CLIENTS: [(&str, &str); 8] = [
     ("vms", "VmService"),
     ("nodes", "NodeService"),
     ("events", "EventService"),
     ("disks", "DiskService"),
+    ("migrations", "MigrationService"),
     ("images", "ImageService"),
     ("operations", "OperationService"),
     ("pods", "PodService"),

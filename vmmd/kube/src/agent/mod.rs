@@ -1,8 +1,8 @@
 //! The agent of a node whose VMs are in launcher pods.
 //!
 //! It offers the node's vmmd to the kubelet ([`plugin`]), and creates a VM for each launcher that is
-//! connected to vmmd, when the VirtualMachine names the launcher's pod ([`admit`]). It reads
-//! VirtualMachines by name, and nothing else of the API server.
+//! connected to vmmd, when the VirtualMachine names the launcher's pod ([`admit`]). It has vmmd move
+//! VMs to other nodes ([`migrate`]). It reads VirtualMachines, and nothing else of the API server.
 //!
 //! For each pod, by its uid, it knows whether the launcher is connected and which VM vmmd has.
 //! [`step`] returns the next step, and [`work`] carries it out, one step for one pod at a time. The
@@ -11,6 +11,7 @@
 
 mod admit;
 mod files;
+mod migrate;
 pub mod plugin;
 mod step;
 mod tell;
@@ -36,13 +37,14 @@ use tokio::{
 use vmmd_api::v1;
 
 use self::{
+    migrate::Mover,
     step::{Seen, Step},
     watch::News,
     work::{After, Worker},
 };
 use crate::{
     clients::Clients,
-    daemon::{Daemon, camel, pod_uid},
+    daemon::{Daemon, camel, launcher_uid, pod_uid},
     metrics, names,
     provision::{Error, Provisioner},
 };
@@ -75,7 +77,14 @@ pub async fn run(clients: Clients, daemon: Daemon, settings: Settings) {
     let (news, received) = mpsc::channel(256);
     let mut tasks = JoinSet::new();
     tasks.spawn(plugin::run(daemon.clone(), settings.plugin));
-    tasks.spawn(tell::run(daemon.clone(), settings.node, recorder));
+    tasks.spawn(tell::run(daemon.clone(), settings.node.clone(), recorder.clone()));
+    let mover = Mover {
+        watches: clients.watches,
+        daemon: daemon.clone(),
+        node: settings.node,
+        recorder,
+    };
+    tasks.spawn(mover.run());
     tasks.spawn(watch::pods(daemon.clone(), news.clone()));
     tasks.spawn(vms::watch(daemon, news));
     tokio::select! {
@@ -103,6 +112,24 @@ struct Entry {
     task: Option<Task>,
     /// The watch has shown the VM since the step began: the answer of the step about it is older.
     heard: bool,
+}
+
+impl Entry {
+    /// The state of the pod with this uid, on this node, for the next step.
+    fn seen(&self, uid: &str, node: &str) -> Seen<'_> {
+        let is_marked = |vm: &v1::Vm| {
+            let labels = vm.metadata.as_ref().map(|metadata| &metadata.labels);
+            pod_uid(vm).is_some_and(|of| of == uid)
+                && labels.is_some_and(|labels| labels.get(names::AGENT).is_some_and(|of| of == node))
+        };
+        Seen {
+            connected: self.pod.is_some(),
+            vm: self.vm.as_deref(),
+            marked: self.vm.as_deref().is_some_and(is_marked),
+            refused: self.refused,
+            clean: self.clean,
+        }
+    }
 }
 
 /// A step in progress.
@@ -206,7 +233,7 @@ impl Agent {
             News::Vms(vms::News::All(vms)) => {
                 let mut known: HashMap<_, _> = vms
                     .into_iter()
-                    .filter_map(|vm| Some((self.key(&vm)?, Arc::new(vm))))
+                    .filter_map(|vm| Some((launcher_uid(&vm)?.clone(), Arc::new(vm))))
                     .collect();
                 for uid in known.keys() {
                     self.entries.entry(uid.clone()).or_insert_with(|| Entry {
@@ -222,7 +249,7 @@ impl Agent {
                 self.look_at_all();
             }
             News::Vms(vms::News::Vm(vm)) => {
-                if let Some(uid) = self.key(&vm) {
+                if let Some(uid) = launcher_uid(&vm).cloned() {
                     let entry = self.entries.entry(uid.clone()).or_default();
                     entry.vm = Some(Arc::from(vm));
                     entry.heard = true;
@@ -230,7 +257,7 @@ impl Agent {
                 }
             }
             News::Vms(vms::News::Gone(vm)) => {
-                if let Some(uid) = self.key(&vm) {
+                if let Some(uid) = launcher_uid(&vm).cloned() {
                     let entry = self.entries.entry(uid.clone()).or_default();
                     let id = |vm: &v1::Vm| vm.metadata.as_ref().map(|metadata| metadata.uid.clone());
                     // Not a recreated VM.
@@ -243,14 +270,6 @@ impl Agent {
             }
             News::Vms(vms::News::Away) => self.vms_known = false,
         }
-    }
-
-    /// Uid of the pod of a VM of this agent.
-    fn key(&self, vm: &v1::Vm) -> Option<String> {
-        let labels = &vm.metadata.as_ref()?.labels;
-        let own = labels.get(names::AGENT) == Some(&self.worker.provisioner.node);
-        let has_launcher = vm.spec.as_ref().is_some_and(|spec| spec.pod.is_some());
-        pod_uid(vm).filter(|_| own && has_launcher).cloned()
     }
 
     fn look_at_all(&mut self) {
@@ -272,18 +291,15 @@ impl Agent {
             // Its creation was carried out. Repeated when the VM is gone, the request could only mislead.
             self.worker.provisioner.forget(uid);
         }
-        let step = step::next(&Seen {
-            connected: entry.pod.is_some(),
-            vm: entry.vm.as_deref(),
-            refused: entry.refused,
-            clean: entry.clean,
-        });
+        let step = step::next(&entry.seen(uid, &self.worker.provisioner.node));
         if let Some(task) = &entry.task {
             // A step that waits is not needed any more. One that has begun ends on its own, except
             // the admission of a pod whose launcher has gone.
             let waits = !task.begun.load(Ordering::SeqCst);
             let needless = waits || task.step == Step::Admit && entry.pod.is_none();
-            if task.step == step || !needless {
+            // A VM that has changed may be handed over.
+            let same = task.step == step && step != Step::Adopt;
+            if same || !needless {
                 return;
             }
             task.handle.abort();
@@ -371,12 +387,7 @@ impl Agent {
             return self.look(&uid);
         };
         // The step is repeated only while nothing has changed.
-        let again = step::next(&Seen {
-            connected: entry.pod.is_some(),
-            vm: entry.vm.as_deref(),
-            refused: entry.refused,
-            clean: entry.clean,
-        });
+        let again = step::next(&entry.seen(&uid, &self.worker.provisioner.node));
         if again == step {
             self.begin(&uid, step, wait);
         } else {

@@ -11,6 +11,8 @@ pub enum Step {
     Idle,
     /// Ask the API server whether the VirtualMachine names the pod, and create its VM.
     Admit,
+    /// Mark the VM, which has moved to this node, as one of this agent.
+    Adopt,
     /// Start the VM, which was created and never started.
     Start,
     /// Delete the VM, and the disks of the run.
@@ -27,6 +29,8 @@ pub struct Seen<'a> {
     pub connected: bool,
     /// Its VM.
     pub vm: Option<&'a v1::Vm>,
+    /// The VM has the labels of this agent and the pod.
+    pub marked: bool,
     /// It gets no VM.
     pub refused: bool,
     /// All its disks are deleted.
@@ -38,6 +42,7 @@ pub fn next(seen: &Seen<'_>) -> Step {
     match (seen.connected, seen.vm) {
         (true, None) if seen.refused => Step::Idle,
         (true, None) => Step::Admit,
+        (true, Some(_)) if !seen.marked => Step::Adopt,
         (true, Some(vm)) if is_unstarted(vm) => Step::Start,
         // vmmd reports the VM to the launcher, and restarts the VM by the run policy.
         (true, Some(_)) => Step::Idle,
@@ -93,14 +98,24 @@ mod tests {
             let seen = Seen {
                 connected: *connected,
                 vm: vm.as_ref(),
+                marked: true,
                 refused: *refused,
                 clean: false,
             };
             assert_eq!(next(&seen), *wanted, "{index}");
         }
+        let moved = Seen {
+            connected: true,
+            vm: table[4].1.as_ref(),
+            marked: false,
+            refused: false,
+            clean: false,
+        };
+        assert_eq!(next(&moved), Step::Adopt);
         let over = Seen {
             connected: false,
             vm: None,
+            marked: false,
             refused: true,
             clean: true,
         };

@@ -20,7 +20,7 @@ use super::{
     step::Step,
 };
 use crate::{
-    crd::VirtualMachine,
+    crd::{Role, VirtualMachine},
     daemon::{self, CALL, within},
     launcher, names,
     provision::{self, Error, Lack, Made, Prepared, Provisioner, RunPod, seed},
@@ -37,8 +37,23 @@ const NOT_YET_AT_MOST: Duration = Duration::from_secs(10);
 const NO_KIND: Duration = Duration::from_secs(5);
 /// Wait before the missing parts of a VM are checked again.
 const LACKS: Duration = Duration::from_secs(5);
+/// Wait before the API server is asked again whether the run is that of a VM that is moved here.
+const HANDED_OVER: Duration = Duration::from_secs(2);
 /// Longest message to a launcher, in bytes.
 const MAX_MESSAGE: usize = 1024;
+
+/// Reason of a pod that waits for a VM from another node.
+const AWAITS_MIGRATION: &str = "AwaitsMigration";
+
+/// The VirtualMachine of a launcher.
+enum Named {
+    /// It.
+    Machine(Box<VirtualMachine>),
+    /// There is none.
+    Nothing,
+    /// An API server knows nothing of VirtualMachines for a moment after its start.
+    Unknown,
+}
 
 /// Result of a step.
 #[derive(Debug)]
@@ -92,6 +107,7 @@ impl Worker {
     ) -> Result<After, Error> {
         match (step, pod, vm) {
             (Step::Admit, Some(pod), _) => self.admit(pod).await,
+            (Step::Adopt, Some(pod), Some(vm)) => self.adopt(pod, vm).await,
             (Step::Start, _, Some(vm)) => {
                 let vm = self.provisioner.start(uid, vm).await?;
                 Ok(vm.map_or(After::Again(LACKS), |vm| After::Vm(Box::new(vm))))
@@ -138,30 +154,61 @@ impl Worker {
         }
     }
 
-    /// See [`admit::admit`]. Reads the VirtualMachine from the API server, not from the agent's
-    /// memory.
-    async fn admit(&self, pod: &v1::Pod) -> Result<After, Error> {
+    /// The VirtualMachine that a launcher names, from the API server and not from the agent's memory.
+    async fn machine(&self, pod: &v1::Pod) -> Result<Named, Error> {
         let machines = Api::<VirtualMachine>::namespaced(self.client.clone(), &pod.namespace);
-        let machine = match machines.get(&pod.vm).await {
-            Ok(machine) => Some(machine),
+        match machines.get(&pod.vm).await {
+            Ok(machine) => Ok(Named::Machine(Box::new(machine))),
             Err(kube::Error::Api(status)) if status.is_not_found() => {
-                // An API server knows nothing of VirtualMachines for a moment after its start.
                 let of_it = status.details.as_ref().is_some_and(|it| it.name == pod.vm);
-                if !of_it {
-                    return Ok(After::Again(NO_KIND));
-                }
-                None
+                Ok(if of_it { Named::Nothing } else { Named::Unknown })
             }
-            Err(error) => return Err(error.into()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// See [`admit::admit`].
+    async fn admit(&self, pod: &v1::Pod) -> Result<After, Error> {
+        let machine = match self.machine(pod).await? {
+            Named::Machine(machine) => Some(machine),
+            Named::Nothing => None,
+            Named::Unknown => return Ok(After::Again(NO_KIND)),
         };
-        match admit::admit(pod, machine.as_ref()) {
+        match admit::admit(pod, machine.as_deref()) {
             Admission::NotYet => Ok(After::Again(self.not_yet(&pod.uid))),
+            Admission::Leaves => Ok(After::Again(LACKS)),
+            Admission::Await(from) => {
+                let lack = Lack::new(AWAITS_MIGRATION, format!("waits for the VM from node {from}"));
+                self.wait_for(pod, &[lack]).await
+            }
             // The names of the pod are not verified: no event is published.
             Admission::Refuse { reason, message } => self.refuse(pod, reason, &message).await,
             Admission::Admit(plan) => {
                 let machine = machine.and_then(|machine| machine.uid()).unwrap_or_default();
                 self.make(pod, &machine, *plan).await
             }
+        }
+    }
+
+    /// Marks a VM that has moved to this node as one of this agent, when the run is that of the pod.
+    async fn adopt(&self, pod: &v1::Pod, vm: &v1::Vm) -> Result<After, Error> {
+        let Named::Machine(machine) = self.machine(pod).await? else {
+            return Ok(After::Again(NO_KIND));
+        };
+        let status = machine.status.clone().unwrap_or_default();
+        if !matches!(status.role(pod.run, &pod.name, Some(&pod.uid)), Role::Run(_)) {
+            return Ok(After::Again(HANDED_OVER));
+        }
+        let run = run_of(pod, &machine.uid().unwrap_or_default());
+        match self.provisioner.mark(vm, &run).await {
+            Ok(vm) => {
+                let note = format!("vmmd runs it as VM {}, which has moved here", daemon::name(&vm));
+                self.tell(pod, EventType::Normal, "TakenOver", &note).await;
+                Ok(After::Vm(Box::new(vm)))
+            }
+            // The hand-over has not ended.
+            Err(status) if daemon::refused(&status) => Ok(After::Again(HANDED_OVER)),
+            Err(status) => Err(status.into()),
         }
     }
 
@@ -174,13 +221,7 @@ impl Worker {
     }
 
     async fn make(&self, pod: &v1::Pod, machine: &str, plan: Plan) -> Result<After, Error> {
-        let run = RunPod {
-            namespace: pod.namespace.clone(),
-            name: pod.name.clone(),
-            uid: pod.uid.clone(),
-            machine: machine.to_owned(),
-            epoch: pod.run.to_string(),
-        };
+        let run = run_of(pod, machine);
         if let Some(message) = missing_volume(pod, &plan) {
             return self.give_up(pod, "VolumeMissing", &message).await;
         }
@@ -216,7 +257,7 @@ impl Worker {
             Made::Lacks(lack) => self.wait_for(pod, &[lack]).await,
             Made::Again(time) => Ok(After::Again(time)),
             Made::Removed => {
-                self.give_up(pod, "VmRemoved", "the VM was removed from vmmd")
+                self.give_up(pod, admit::VM_REMOVED, "the VM was removed from vmmd")
                     .await
             }
             Made::Refused { reason, message } => self.give_up(pod, &reason, &message).await,
@@ -238,7 +279,7 @@ impl Worker {
         }
         self.report(pod, PodReport::Waiting, reason, &message).await?;
         let type_ = match reason {
-            provision::IMPORTING_IMAGE | provision::MAKING_DISK => EventType::Normal,
+            provision::IMPORTING_IMAGE | provision::MAKING_DISK | AWAITS_MIGRATION => EventType::Normal,
             _ => EventType::Warning,
         };
         self.tell(pod, type_, reason, &message).await;
@@ -306,6 +347,17 @@ impl Worker {
         if let Err(error) = self.recorder.publish(&event, &about).await {
             tracing::debug!("event {reason}: {error}");
         }
+    }
+}
+
+/// The pod of a VirtualMachine with this uid.
+fn run_of(pod: &v1::Pod, machine: &str) -> RunPod {
+    RunPod {
+        namespace: pod.namespace.clone(),
+        name: pod.name.clone(),
+        uid: pod.uid.clone(),
+        machine: machine.to_owned(),
+        epoch: pod.run.to_string(),
     }
 }
 

@@ -5,14 +5,15 @@
 //! begins when the API server reports that the pod does not exist. This happens only after the
 //! removal of its finalizer. The controller removes the finalizer when the kubelet has reported that
 //! all containers have terminated ([`crate::launcher::state`]). An agent starts a VM only for the pod
-//! whose uid the status names: a late pod of an outdated controller never becomes a VM.
+//! whose uid the status names: a late pod of an outdated controller never becomes a VM. During a
+//! migration there is a second pod, see [`super::migration`]: then both have to be gone.
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 use vmmd_api::v1::RunPolicy;
 
-use super::status;
+use super::{migration, status};
 use crate::{
     crd::{Run, VirtualMachine, VirtualMachineStatus},
     launcher::{self, state},
@@ -35,6 +36,16 @@ pub struct Seen<'a> {
     pub machine: &'a VirtualMachine,
     /// The pod with the name of its last run's.
     pub pod: Option<&'a Pod>,
+    /// The node of the pod is cordoned.
+    pub cordoned: bool,
+    /// The pod with the name of that which the VM is, or was last, to be moved to.
+    pub target: Option<&'a Pod>,
+    /// The pod with the name of that which the VM left last.
+    pub source: Option<&'a Pod>,
+    /// Whether there is a PodDisruptionBudget of the VM; `None`: not known.
+    pub budget: Option<bool>,
+    /// Port at which the vmmds of other nodes are reached.
+    pub migration_port: u16,
     /// The time.
     pub now: Timestamp,
 }
@@ -50,6 +61,19 @@ pub enum Act {
     Write(Box<VirtualMachineStatus>),
     /// Make the pod of the run that the status names.
     CreatePod(Box<Plan>),
+    /// Make the pod that the VM is to be moved to.
+    CreateTarget {
+        /// The VM.
+        plan: Box<Plan>,
+        /// Number of the run that it gets.
+        epoch: i64,
+        /// The node that it leaves.
+        from: String,
+    },
+    /// Set, or remove, the label with the node that the VM leaves.
+    Label(Option<String>),
+    /// Make, or delete, the PodDisruptionBudget of the VM.
+    SetBudget(bool),
     /// Delete this pod with its grace period.
     DeletePod {
         /// Its name.
@@ -77,8 +101,20 @@ pub fn next(seen: &Seen<'_>) -> Act {
     if let Some(act) = foreign.and_then(delete).filter(|_| !deleting) {
         return act;
     }
+    let label = old.under_way().map(|one| names::label_value(&one.from));
+    if machine.labels().get(names::MIGRATING_FROM) != label.as_ref() {
+        return Act::Label(label);
+    }
     let plan = launcher::plan(machine);
+    if let Some(act) = migration::next(seen, &old, own, plan.as_ref().ok()) {
+        return act;
+    }
+    let left_over = migration::left_over(seen, &old);
+    if let Some(act) = left_over.and_then(delete) {
+        return act;
+    }
     match own {
+        None if left_over.is_some() => write_if_new(&old, status::of(seen, &old, None, None)),
         None if deleting => Act::RemoveFinalizer,
         None => without_pod(seen, &old, plan),
         Some(pod) if deleting => {
@@ -108,8 +144,8 @@ fn sort<'a>(
     (None, Some(pod).filter(|_| ours))
 }
 
-/// `None` when it is being deleted already.
-fn delete(pod: &Pod) -> Option<Act> {
+/// Deletes a pod; `None` when it is being deleted already.
+pub fn delete(pod: &Pod) -> Option<Act> {
     let live = pod.metadata.deletion_timestamp.is_none();
     pod.uid().filter(|_| live).map(|uid| Act::DeletePod {
         pod: pod.name_any(),
@@ -133,12 +169,16 @@ fn with_pod(seen: &Seen<'_>, old: &VirtualMachineStatus, pod: &Pod, plan: Result
         return Act::Write(new);
     }
     let Ok(plan) = plan else { return Act::Idle };
+    let budget = migration::wants_budget(seen.machine, pod, plan);
+    if new.run.as_ref().is_some_and(|run| run.end.is_none()) && seen.budget != Some(budget) {
+        return Act::SetBudget(budget);
+    }
     let policy = spec::run_policy(&plan.vm);
     // The pod of a run that has ended stays, with its log, as long as there is no other run.
     let over = policy == RunPolicy::AlwaysOff
         || (new.run.as_ref().is_some_and(|run| run.end.is_some()) && wanted(seen.machine, &new, policy));
     if !over {
-        return Act::Idle;
+        return migration::retry(seen, old, pod).map_or(Act::Idle, Act::Wait);
     }
     match wait(&new, seen.now).filter(|_| policy != RunPolicy::AlwaysOff) {
         Some(left) => Act::Wait(left),

@@ -5,7 +5,10 @@
 //! Only one of several controllers works: the holder of the [`crate::leader`] lease. Two
 //! controllers that both believe to be the holder do no harm, see [`decide`].
 
+mod budget;
 mod decide;
+mod migration;
+mod nodes;
 mod orphans;
 mod status;
 
@@ -17,7 +20,7 @@ use std::{
 
 use futures::{Stream, StreamExt as _, channel::mpsc};
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod};
+use k8s_openapi::api::core::v1::{Node, PersistentVolumeClaim, Pod};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions},
@@ -25,18 +28,23 @@ use kube::{
         WatchStreamExt as _,
         controller::{Action, Controller},
         events::{Event, EventType, Recorder},
+        reflector::Store,
         watcher,
     },
 };
 use serde_json::json;
 use tokio::time::Instant;
 
-use self::decide::{Act, Seen};
+use self::{
+    budget::Budgets,
+    decide::{Act, Seen},
+};
 use crate::{
     backoff::{Watches, watching},
     clients::Clients,
-    crd::VirtualMachine,
-    launcher, metrics, names,
+    crd::{MigrationPhase, VirtualMachine, VirtualMachineStatus},
+    launcher::{self, Claimed, Claims},
+    metrics, names,
     run::{Plan, Settings},
     spec::Invalid,
 };
@@ -55,6 +63,8 @@ struct Context {
     client: Client,
     settings: Settings,
     recorder: Recorder,
+    nodes: Store<Node>,
+    budgets: Budgets,
     /// By the uids of the VirtualMachines.
     refused: Mutex<HashMap<String, Refused>>,
 }
@@ -80,10 +90,14 @@ pub async fn run(clients: Clients, settings: Settings) {
     let machines = Api::<VirtualMachine>::all(clients.watches.clone());
     let pods = Api::<Pod>::all(clients.watches.clone());
     let recorder = Recorder::new(clients.calls.clone(), "vmmd-kube-controller".into());
+    let (listed, anew) = mpsc::unbounded();
+    let (nodes, changes) = nodes::watch(clients.watches.clone(), listed.clone());
     let context = Arc::new(Context {
         client: clients.calls.clone(),
         settings,
         recorder,
+        nodes,
+        budgets: Budgets::new(clients.calls.clone()),
         refused: Mutex::default(),
     });
     let controller = Controller::new(machines, watching());
@@ -96,11 +110,12 @@ pub async fn run(clients: Clients, settings: Settings) {
         };
         metrics::count(counted.state().iter().map(phase))
     });
+    let machines = store.clone();
     let orphans = tokio::spawn(orphans::run(clients, store));
-    let (listed, anew) = mpsc::unbounded();
     controller
         .owns_stream(watched(pods, listed))
         .reconcile_all_on(anew)
+        .watches_stream(changes, move |node| nodes::leaving(&machines, &node))
         .trigger_backoff(Watches::new())
         .run(reconcile, on_error, context)
         .for_each(|result| async move {
@@ -148,11 +163,27 @@ async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Resul
     let pods = Api::<Pod>::namespaced(context.client.clone(), &namespace);
     let mut machine = (*machine).clone();
     for _ in 0..STEPS {
-        let run = machine.status.as_ref().and_then(|status| status.run.as_ref());
-        let pod = find(&pods, run.map(|run| run.pod.as_str())).await?;
+        let status = machine.status.clone().unwrap_or_default();
+        let pod = find(&pods, status.run.as_ref().map(|run| run.pod.as_str())).await?;
+        // All about a migration that is over is known, except a pod that it may have left over.
+        let (target, source) = match &status.migration {
+            None => (None, None),
+            Some(last) if last.phase == MigrationPhase::Succeeded => {
+                (None, find(&pods, Some(&last.source_pod)).await?)
+            }
+            Some(migration) => (find(&pods, Some(&migration.pod)).await?, None),
+        };
+        let node = pod
+            .as_ref()
+            .and_then(|pod| pod.spec.as_ref()?.node_name.as_deref());
         let seen = Seen {
             machine: &machine,
             pod: pod.as_ref(),
+            cordoned: node.is_some_and(|node| nodes::is_cordoned(&context.nodes, node)),
+            target: target.as_ref(),
+            source: source.as_ref(),
+            budget: context.budgets.known(&machine),
+            migration_port: context.settings.migration_port,
             now: Timestamp::now(),
         };
         let act = decide::next(&seen);
@@ -205,19 +236,11 @@ impl Context {
                     .collect();
                 self.finalize(&machines, machine, &finalizers).await?;
                 self.refused().remove(&machine.uid().unwrap_or_default());
+                self.budgets.forget(machine);
                 return Ok(None);
             }
             Act::Write(status) => {
-                let mut new = machine.clone();
-                new.status = Some(*status);
-                let parameters = PostParams::default();
-                let written = machines.replace_status(&name, &parameters, &new).await?;
-                let old = machine.status.clone().unwrap_or_default();
-                let new = new.status.unwrap_or_default();
-                for (type_, reason, note) in status::news(&old, &new) {
-                    self.tell(machine, type_, &reason, &note).await;
-                }
-                return Ok(Some(written));
+                return Ok(Some(self.write(&machines, machine, *status).await?));
             }
             Act::CreatePod(plan) => {
                 let epoch = machine.status.as_ref().map_or(0, |status| status.run_epoch());
@@ -228,10 +251,7 @@ impl Context {
                         let old = machine.status.clone().unwrap_or_default();
                         let new = status::failed_create(old.clone(), &refusal.message, Timestamp::now());
                         if new != old {
-                            let mut machine = machine.clone();
-                            machine.status = Some(new);
-                            let parameters = PostParams::default();
-                            return Ok(Some(machines.replace_status(&name, &parameters, &machine).await?));
+                            return Ok(Some(self.write(&machines, machine, new).await?));
                         }
                     }
                     created => {
@@ -240,6 +260,27 @@ impl Context {
                     }
                 }
             }
+            Act::CreateTarget { plan, epoch, from } => {
+                let pod = self.pod(machine, &plan, epoch).await?;
+                let pod = pod.map(|pod| launcher::away_from(pod, &from));
+                match self.create(machine, pod, epoch, pods).await {
+                    Err(Error::Api(kube::Error::Api(refusal))) if (400..500).contains(&refusal.code) => {
+                        let old = machine.status.clone().unwrap_or_default();
+                        let new =
+                            migration::failed(&old, "TargetRefused", &refusal.message, Timestamp::now());
+                        return Ok(Some(self.write(&machines, machine, new).await?));
+                    }
+                    created => created?,
+                }
+            }
+            Act::Label(node) => {
+                let patch = json!({"metadata": {"labels": {names::MIGRATING_FROM: node}}});
+                let parameters = PatchParams::default();
+                return Ok(Some(
+                    machines.patch(&name, &parameters, &Patch::Merge(patch)).await?,
+                ));
+            }
+            Act::SetBudget(wanted) => self.budgets.set(machine, wanted).await?,
             Act::DeletePod { pod, uid } => {
                 let parameters = DeleteParams {
                     preconditions: Some(Preconditions {
@@ -262,6 +303,27 @@ impl Context {
         Ok(machines.get_opt(&name).await?)
     }
 
+    /// Writes the status over the version that was read.
+    async fn write(
+        &self,
+        machines: &Api<VirtualMachine>,
+        machine: &VirtualMachine,
+        status: VirtualMachineStatus,
+    ) -> Result<VirtualMachine, Error> {
+        let old = machine.status.clone().unwrap_or_default();
+        let news = status::news(&old, &status);
+        let mut new = machine.clone();
+        new.status = Some(status);
+        let parameters = PostParams::default();
+        let written = machines
+            .replace_status(&machine.name_any(), &parameters, &new)
+            .await?;
+        for (type_, reason, note) in news {
+            self.tell(machine, type_, &reason, &note).await;
+        }
+        Ok(written)
+    }
+
     /// The pod of a run.
     async fn pod(
         &self,
@@ -271,16 +333,15 @@ impl Context {
     ) -> Result<Result<Pod, Invalid>, Error> {
         let namespace = machine.namespace().unwrap_or_default();
         let claims = Api::<PersistentVolumeClaim>::namespaced(self.client.clone(), &namespace);
-        let mut modes = launcher::Modes::new();
+        let mut known = Claims::new();
         for name in launcher::claims(&plan.sources) {
             let Some(claim) = claims.get_opt(name).await? else {
                 let text = format!("spec.volumes: there is no PersistentVolumeClaim {name}");
                 return Ok(Err(Invalid(text)));
             };
-            let mode = claim.spec.and_then(|spec| spec.volume_mode);
-            modes.insert(name.to_owned(), mode.as_deref() == Some("Block"));
+            known.insert(name.to_owned(), Claimed::from(&claim));
         }
-        Ok(launcher::pod(machine, plan, epoch, &self.settings, &modes))
+        Ok(launcher::pod(machine, plan, epoch, &self.settings, &known))
     }
 
     fn refused(&self) -> MutexGuard<'_, HashMap<String, Refused>> {

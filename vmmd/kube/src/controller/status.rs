@@ -2,21 +2,17 @@
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, PodCondition};
-use kube::{ResourceExt as _, runtime::events::EventType};
+use kube::runtime::events::EventType;
 
 use super::decide::Seen;
 use crate::{
-    crd::{Condition, VirtualMachineStatus},
+    crd::{Condition, Migration, MigrationPhase, VirtualMachineStatus},
     launcher::state,
-    names,
     spec::Invalid,
 };
 
 /// Reason of the condition `Ready` while a pod of somebody else has the name of the next run's.
 const NAME_TAKEN: &str = "PodNameTaken";
-
-/// Reason of the condition `Migrated` of a VM that cannot be moved.
-const NOT_SUPPORTED: &str = "NotSupported";
 
 /// Reason of the condition `Scheduled` while the API server refuses the pod of a run.
 const FAILED_CREATE: &str = "FailedCreate";
@@ -46,6 +42,7 @@ pub fn of(
             _ => "Stopped",
         },
         Some(_) if unreachable.is_some() => "Unknown",
+        Some(_) if old.under_way().is_some() => "Migrating",
         Some(pod) => state::phase(pod),
     }
     .to_owned();
@@ -73,16 +70,8 @@ pub fn of(
         Some(Invalid(text)) => condition("Valid", "False", "InvalidSpec", text),
         None => condition("Valid", "True", "Valid", ""),
     };
-    let wish = seen.machine.annotations().get(names::MIGRATE);
-    let refused = wish.filter(|wish| Some(*wish) != old.migrate.as_ref());
-    let refused = refused.map(|_| {
-        let message =
-            "a VM in a launcher pod cannot be moved: delete the pod, and its next run may be elsewhere";
-        condition("Migrated", "False", NOT_SUPPORTED, message)
-    });
     new.conditions = [valid, scheduled, ready]
         .into_iter()
-        .chain(refused)
         .map(|condition| keep_time(condition, old, seen.now))
         .collect();
     new
@@ -123,8 +112,8 @@ fn with(mut status: VirtualMachineStatus, new: Condition) -> VirtualMachineStatu
 /// Events for a new status: type, reason and message.
 pub fn news(old: &VirtualMachineStatus, new: &VirtualMachineStatus) -> Vec<(EventType, String, String)> {
     let news = new.conditions.iter().filter(|condition| {
-        let wrong = condition.kind == "Valid" && condition.status == "False"
-            || [NAME_TAKEN, NOT_SUPPORTED].contains(&&*condition.reason);
+        let wrong =
+            condition.kind == "Valid" && condition.status == "False" || condition.reason == NAME_TAKEN;
         let known = old.conditions.iter().any(|before| {
             before.kind == condition.kind
                 && before.reason == condition.reason
@@ -132,8 +121,48 @@ pub fn news(old: &VirtualMachineStatus, new: &VirtualMachineStatus) -> Vec<(Even
         });
         wrong && !known
     });
-    news.map(|one| (EventType::Warning, one.reason.clone(), one.message.clone()))
+    let news = news.map(|one| (EventType::Warning, one.reason.clone(), one.message.clone()));
+    news.chain(migration_news(old.migration.as_ref(), new.migration.as_ref()))
         .collect()
+}
+
+fn migration_news(old: Option<&Migration>, new: Option<&Migration>) -> Option<(EventType, String, String)> {
+    let new = new?;
+    let same = |old: &&Migration| {
+        (old.phase, old.epoch, &old.source_uid, &old.start_time)
+            == (new.phase, new.epoch, &new.source_uid, &new.start_time)
+    };
+    if old.filter(same).is_some() {
+        return None;
+    }
+    let (from, pod) = (&new.from, &new.pod);
+    let to = new.to.as_deref().unwrap_or("another node");
+    let (type_, reason, note) = match new.phase {
+        MigrationPhase::Placing => (
+            EventType::Normal,
+            "MigrationPlanned",
+            format!("Pod {pod} is placed, to which the VM is moved from {from}"),
+        ),
+        MigrationPhase::Moving => (
+            EventType::Normal,
+            "Migrating",
+            format!("The VM is moved from {from} to {to}"),
+        ),
+        MigrationPhase::Succeeded => (
+            EventType::Normal,
+            "Migrated",
+            format!("The VM was moved from {from} to {to}, and is that of pod {pod}"),
+        ),
+        MigrationPhase::Failed => (
+            EventType::Warning,
+            "NotMigrated",
+            format!(
+                "The VM was not moved from {from}: {}: {}",
+                new.reason, new.message
+            ),
+        ),
+    };
+    Some((type_, reason.to_owned(), note))
 }
 
 fn condition(kind: &str, status: &str, reason: &str, message: &str) -> Condition {

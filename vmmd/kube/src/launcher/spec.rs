@@ -45,7 +45,13 @@ pub fn plan(machine: &VirtualMachine) -> Result<Plan, Invalid> {
         sources,
     };
     // Only the creation of a pod shows whether the other fields are valid.
-    super::pod(machine, &plan, 0, &run::Settings::default(), &super::Modes::new())?;
+    super::pod(
+        machine,
+        &plan,
+        0,
+        &run::Settings::default(),
+        &super::Claims::new(),
+    )?;
     Ok(plan)
 }
 

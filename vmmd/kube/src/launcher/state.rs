@@ -12,6 +12,8 @@ use crate::names;
 /// Time for the kubelet to report the end of a deleted pod, after its grace period.
 const OVERDUE: SignedDuration = SignedDuration::from_secs(60);
 
+/// Reason of the end of a launcher whose VM has moved to another node.
+const MIGRATED: &str = "Migrated";
 /// Reason of the end of a launcher whose VirtualMachine has another spec than the run.
 pub const SPEC_CHANGED: &str = "SpecChanged";
 
@@ -66,6 +68,8 @@ pub fn end(pod: &Pod, changed: bool) -> Option<String> {
         Some(state) => match (state.exit_code, word(state)) {
             (0, Some("Stopped" | "Killed" | names::STOPPED)) if deleted => return None,
             (0, Some("Stopped" | "Killed" | names::STOPPED)) => names::STOPPED,
+            // The VM has ended with the pod that it has moved to.
+            (0, Some(MIGRATED)) => "Lost",
             (0, _) => "Succeeded",
             _ if deleted => return None,
             (_, Some(SPEC_CHANGED)) if changed => "Replaced",
@@ -78,6 +82,16 @@ pub fn end(pod: &Pod, changed: bool) -> Option<String> {
         },
     };
     Some(end.to_owned())
+}
+
+/// Whether the VM of a pod has moved to another pod.
+pub fn has_migrated(pod: &Pod) -> bool {
+    terminated(pod).is_some_and(|state| state.exit_code == 0 && word(state) == Some(MIGRATED))
+}
+
+/// Whether the launcher of a pod runs.
+pub fn launcher_runs(pod: &Pod) -> bool {
+    launcher(pod).is_some_and(|one| one.state.as_ref().is_some_and(|state| state.running.is_some()))
 }
 
 /// The end of the launcher.
@@ -119,10 +133,12 @@ pub fn phase(pod: &Pod) -> &'static str {
         return "Failed";
     }
     // The startup probe succeeds when the VM runs.
-    let runs = launcher(pod).is_some_and(|one| {
-        one.started == Some(true) && one.state.as_ref().is_some_and(|state| state.running.is_some())
-    });
-    if runs { "Running" } else { "Starting" }
+    let started = launcher(pod).is_some_and(|one| one.started == Some(true));
+    if started && launcher_runs(pod) {
+        "Running"
+    } else {
+        "Starting"
+    }
 }
 
 /// Reason and message of a pod that is not ready, from the launcher's container.

@@ -31,6 +31,8 @@ pub struct Inner {
     changed: Arc<watch::Sender<u64>>,
     /// Method and path of each request.
     pub requests: Arc<Mutex<Vec<String>>>,
+    /// Version of the API group `policy`.
+    pub policy: Arc<Mutex<&'static str>>,
     /// Why no pod may be made.
     pub quota: Arc<Mutex<Option<String>>>,
     trap: Trap,
@@ -54,6 +56,7 @@ impl Api {
             store: Arc::default(),
             changed: Arc::new(watch::channel(0).0),
             requests: Arc::default(),
+            policy: Arc::new(Mutex::new("v1")),
             quota: Arc::default(),
             trap: trap.clone(),
         };
@@ -163,6 +166,15 @@ async fn answer(State(inner): State<Inner>, request: Request) -> Response {
         .filter_map(|pair| pair.split_once('='))
         .map(|(key, value)| (key.to_owned(), decode(value)))
         .collect();
+    if path == "/apis" {
+        let version = *lock(&inner.policy);
+        let version = json!({"groupVersion": format!("policy/{version}"), "version": version});
+        let group = json!({"name": "policy", "versions": [version], "preferredVersion": version});
+        return reply(
+            200,
+            json!({"kind": "APIGroupList", "groups": [group]}).to_string(),
+        );
+    }
     let Some((key, subresource)) = parse(&path) else {
         return refuse((404, "NotFound"), "");
     };
@@ -256,9 +268,15 @@ fn watch_from(inner: &Inner, of: Key, query: BTreeMap<String, String>) -> Respon
             for (_, kind, key, object) in events {
                 let same = (&key.group, &key.resource) == (&of.group, &of.resource)
                     && (of.namespace.is_empty() || key.namespace == of.namespace);
-                if !same || !matches(&object, &query) {
+                if !same {
                     continue;
                 }
+                // An object that a selector does not select any more is gone for its watch.
+                let kind = match matches(&object, &query) {
+                    true => kind,
+                    false if query.contains_key("labelSelector") => "DELETED",
+                    false => continue,
+                };
                 let line = format!("{}\n", json!({"type": kind, "object": object}));
                 if send.send(Ok(line.into())).await.is_err() {
                     return;
@@ -365,6 +383,16 @@ pub fn machine(namespace: &str, name: &str) -> Key {
     Key {
         group: "apis/vmmd.dev/v1alpha1".to_owned(),
         resource: "virtualmachines".to_owned(),
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+    }
+}
+
+/// Key of a PodDisruptionBudget.
+pub fn budget(version: &str, namespace: &str, name: &str) -> Key {
+    Key {
+        group: format!("apis/policy/{version}"),
+        resource: "poddisruptionbudgets".to_owned(),
         namespace: namespace.to_owned(),
         name: name.to_owned(),
     }

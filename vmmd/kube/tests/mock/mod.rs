@@ -72,8 +72,13 @@ impl Cluster {
     /// With that many nodes, `n0`, `n1`, ….
     pub fn start(nodes: usize) -> Self {
         let ledger = Ledger::default();
+        let api = Api::start(&ledger.trap);
+        for index in 0..nodes {
+            let node = json!({"metadata": {"name": format!("n{index}")}, "spec": {}});
+            api.store(|store| store.create(api::node(""), node)).unwrap();
+        }
         Self {
-            api: Api::start(&ledger.trap),
+            api,
             vmmds: (0..nodes)
                 .map(|index| Vmmd::start(&format!("n{index}"), &ledger))
                 .collect(),
@@ -201,6 +206,13 @@ impl Cluster {
         }
         let key = api::pod("shop", "");
         self.api.store(|store| store.create(key, pod)).unwrap();
+    }
+
+    /// Makes a claim of the namespace `shop` with this access mode.
+    pub fn create_claim(&self, name: &str, mode: &str) {
+        let claim = json!({"metadata": {"name": name}, "spec": {"accessModes": [mode]}});
+        let key = api::core("persistentvolumeclaims", "shop", "");
+        self.api.store(|store| store.create(key, claim)).unwrap();
     }
 
     /// As `kubectl cordon` and `uncordon` do.

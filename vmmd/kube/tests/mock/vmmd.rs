@@ -269,7 +269,7 @@ impl State {
         self.tell(WatchEventType::Deleted, vm);
     }
 
-    fn finish(&self, vm: &mut v1::Vm, reason: ExitReason) {
+    pub fn finish(&self, vm: &mut v1::Vm, reason: ExitReason) {
         let (machine, _) = id(vm);
         let status = vm.status.get_or_insert_default();
         let failed = !matches!(

@@ -10,12 +10,21 @@ fn now() -> Timestamp {
     NOW.parse().unwrap()
 }
 
-fn look(machine: &VirtualMachine, pod: Option<&Pod>) -> Act {
-    next(&Seen {
+fn seen<'a>(machine: &'a VirtualMachine, pod: Option<&'a Pod>, now: Timestamp) -> Seen<'a> {
+    Seen {
         machine,
         pod,
-        now: now(),
-    })
+        cordoned: false,
+        target: None,
+        source: None,
+        budget: Some(false),
+        migration_port: 7443,
+        now,
+    }
+}
+
+fn look(machine: &VirtualMachine, pod: Option<&Pod>) -> Act {
+    next(&seen(machine, pod, now()))
 }
 
 /// A VirtualMachine with the finalizer and this status.
@@ -40,7 +49,7 @@ fn in_run(policy: &str, uid: Option<&str>, end: Option<&str>) -> VirtualMachine 
 
 fn pod_of(machine: &VirtualMachine, uid: &str, change: impl FnOnce(&mut Value)) -> Pod {
     let plan = launcher::plan(machine).unwrap();
-    let pod = launcher::pod(machine, &plan, 3, &settings(), &launcher::Modes::new()).unwrap();
+    let pod = launcher::pod(machine, &plan, 3, &settings(), &launcher::Claims::new()).unwrap();
     let mut value = serde_json::to_value(pod).unwrap();
     value["metadata"]["uid"] = uid.into();
     value["status"] = json!({"phase": "Pending"});
@@ -93,7 +102,7 @@ fn run_number_is_written_before_the_pod_and_the_pod_after() {
     assert!(matches!(act, Act::CreatePod(_)), "{act:?}");
     let pod = {
         let plan = launcher::plan(&machine).unwrap();
-        let mut pod = launcher::pod(&machine, &plan, 1, &settings(), &launcher::Modes::new()).unwrap();
+        let mut pod = launcher::pod(&machine, &plan, 1, &settings(), &launcher::Claims::new()).unwrap();
         pod.metadata.uid = Some("p-1".to_owned());
         pod
     };
@@ -292,11 +301,7 @@ fn times_of_conditions_stay_as_long_as_their_status_does() {
     let (machine, _) = settle(with("manual", json!({})), None);
     let before = machine.status.clone().unwrap();
     let later = now() + SignedDuration::from_secs(5);
-    let seen = Seen {
-        machine: &machine,
-        pod: None,
-        now: later,
-    };
+    let seen = seen(&machine, None, later);
     assert_eq!(next(&seen), Act::Idle);
     assert_eq!(status::of(&seen, &before, None, None), before);
 }
