@@ -234,6 +234,14 @@ fn refusal_of_vmmd_is_an_event_and_one_that_passes_is_repeated() {
     scene.cluster.annotate("web", "vmmd.dev/migrate", "1");
     scene.bind("web-2", "n1");
     wait("an event", || scene.has_event("MigrationDisks"));
+    let uid = scene.cluster.pod("web-2")["metadata"]["uid"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    wait("the launcher waits", || {
+        let reports = scene.cluster.vmmds[1].state.pods.reports(&uid);
+        reports.iter().any(|report| report.1 == "AwaitsMigration")
+    });
     scene.cluster.delete_pod("web-2", None);
     scene.fails("TargetGone");
     scene.settled("web-1", 0);
@@ -255,20 +263,33 @@ fn source_that_ends_meanwhile_ends_the_migration() {
     scene.cluster.annotate("web", "vmmd.dev/migrate", "1");
     scene.bind("web-2", "n1");
     wait("it is offered", || !scene.cluster.vmmds[1].state.vms().is_empty());
-    let uid = scene.cluster.pod("web-2")["metadata"]["uid"]
-        .as_str()
-        .unwrap()
-        .to_owned();
-    wait("the launcher waits", || {
-        let reports = scene.cluster.vmmds[1].state.pods.reports(&uid);
-        reports.iter().any(|report| report.1 == "AwaitsMigration")
-    });
     let name = state.vms()[0].metadata.clone().unwrap().name;
     state.end(&name, ExitReason::GuestShutdown);
     scene.fails("SourceGone");
     scene.cluster.run("web", 3, "n1");
     scene.settled("web-3", 1);
     assert_eq!(scene.cluster.ledger.epochs(), [1, 3]);
+}
+
+#[test]
+fn evicted_pod_of_a_moved_vm_keeps_the_result() {
+    let mut scene = Scene::new("always_on", |_| {});
+    let hold = scene.cluster.vmmds[0].state.moves.hold.clone();
+    *lock(&hold) = Hold::Offered;
+    scene.cluster.cordon("n0", true);
+    scene.bind("web-2", "n1");
+    wait("it is offered", || !scene.cluster.vmmds[1].state.vms().is_empty());
+    // The controller is away while the VM is handed over, and a drain evicts the pod.
+    scene.controller = None;
+    *lock(&hold) = Hold::Nowhere;
+    wait("the first pod has ended", || {
+        let pod = scene.cluster.pod("web-1");
+        pod["status"]["containerStatuses"][0]["state"]["terminated"]["message"] == "Migrated"
+    });
+    scene.cluster.delete_pod("web-1", None);
+    scene.controller = Some(scene.cluster.controller());
+    scene.settled("web-2", 1);
+    assert_eq!(scene.cluster.ledger.epochs(), [1]);
 }
 
 #[test]

@@ -22,6 +22,7 @@
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Pod, PodCondition};
 use kube::ResourceExt as _;
+use vmmd_api::v1;
 
 use super::{
     decide::{self, Act, Seen},
@@ -165,8 +166,20 @@ fn bound_to_node(pod: &Pod, plan: &Plan) -> Option<(&'static str, &'static str)>
     } else if pod.annotations().contains_key(names::SINGLE_NODE) {
         Some((
             "VolumeNotShared",
-            "it writes to a claim without the access mode ReadWriteMany",
+            "it uses a claim without an access mode for several nodes",
         ))
+    } else {
+        refused_by_vmmd(plan.vm.spec.as_ref()?)
+    }
+}
+
+/// Why vmmd moves no such VM, with its reason.
+fn refused_by_vmmd(spec: &v1::VmSpec) -> Option<(&'static str, &'static str)> {
+    let is_image = |disk: &v1::DiskSpec| disk.format() == v1::DiskFormat::Qcow2 && !disk.read_only;
+    if !spec.shares.is_empty() {
+        Some(("MigrationShares", "it has shares"))
+    } else if spec.disks.iter().any(is_image) {
+        Some(("MigrationDisks", "it writes to a qcow2 image in a claim"))
     } else {
         None
     }

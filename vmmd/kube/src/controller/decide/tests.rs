@@ -66,7 +66,7 @@ fn deletes(uid: &str) -> Act {
 }
 
 /// The status of a pod whose launcher has this state.
-fn container(state: Value) -> Value {
+fn container(state: &Value) -> Value {
     json!({"phase": "Running", "containerStatuses": [
         {"name": "vm", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state},
     ]})
@@ -74,7 +74,7 @@ fn container(state: Value) -> Value {
 
 /// The status of a pod whose launcher has ended.
 fn ended(code: i32, message: &str) -> Value {
-    container(json!({"terminated": {"exitCode": code, "message": message}}))
+    container(&json!({"terminated": {"exitCode": code, "message": message}}))
 }
 
 /// Carries out what only changes the VirtualMachine, until something else is to be done.
@@ -340,7 +340,7 @@ fn foreign_pod_with_the_name_of_the_run_is_reported() {
 #[test]
 fn no_run_begins_while_a_launcher_pod_exists() {
     type Change = Box<dyn Fn(&mut Value)>;
-    let states = |value: Value| -> Change { Box::new(move |pod| pod["status"] = container(value.clone())) };
+    let states = |value: Value| -> Change { Box::new(move |pod| pod["status"] = container(&value)) };
     let unbound: Change = Box::new(|pod| pod["spec"]["nodeName"] = Value::Null);
     let lost: Change = Box::new(|pod| pod["status"]["phase"] = "Failed".into());
     let table = [

@@ -216,8 +216,16 @@ fn vm_that_cannot_be_moved_is_not_tried_and_may_be_evicted() {
     let disk: Change = |it| it["spec"]["volumes"] = json!([{"name": "root", "emptyDisk": {"size": "1Gi"}}]);
     let single: Change = |it| it["metadata"]["annotations"] = json!({names::SINGLE_NODE: ""});
     let starts: Change = |it| it["status"]["containerStatuses"][0]["started"] = false.into();
-    let table: [(Change, Change, &str, bool); 4] = [
+    let image: Change = |it| it["spec"]["vm"]["disks"][0]["format"] = "qcow2".into();
+    let share: Change = |it| {
+        it["spec"]["vm"]["shares"] = json!([{"name": "site"}]);
+        let site = json!({"name": "site", "persistentVolumeClaim": {"claimName": "web"}});
+        it["spec"]["volumes"].as_array_mut().unwrap().push(site);
+    };
+    let table: [(Change, Change, &str, bool); 6] = [
         (disk, |_| {}, "DisksStay", false),
+        (image, |_| {}, "MigrationDisks", false),
+        (share, |_| {}, "MigrationShares", false),
         (|_| {}, single, "VolumeNotShared", false),
         (|_| {}, starts, "NotRunning", true),
         (|_| {}, |_| {}, "", true),
