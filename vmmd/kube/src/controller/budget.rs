@@ -69,7 +69,8 @@ impl Budgets {
         };
         match result {
             Err(kube::Error::Api(status)) if status.is_already_exists() || status.is_not_found() => {}
-            Err(kube::Error::Api(status)) if (400..500).contains(&status.code) => {
+            // Without the right, or with a quota, the run is not held up.
+            Err(kube::Error::Api(status)) if matches!(status.code, 403 | 422) => {
                 tracing::warn!(vm = machine.name_any(), "PodDisruptionBudget {name}: {status}");
             }
             result => result?,
