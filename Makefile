@@ -108,21 +108,16 @@ mutations: tools node-tool deb ## Build deliberate faults in, and see that a tes
 previous: tools node-tool deb ## Run the programs of the release before with those of today
 	$(NODE) --name previous with -- $(CARGO) nextest run --locked --workspace --features vmmd-tests/nightly -E 'binary(previous)'
 
-# VMs are the mock's, and the control plane is Debian's: no node. Only the long form has guests too.
+# VMs are the mock's, and the control plane is Debian's: no node.
 .PHONY: kubernetes
 kubernetes: tools ## Run vmmd-kube under a real Kubernetes control plane, which is built first (minutes, once)
 	tests/kubernetes/build.sh
-	$(CARGO) build --locked --workspace --features vmmd-kubernetes-tests/nightly --bin vmmd --bin mock-vmm --bin mock-vmm-image --bin vmmd-netd --bin vmmd-kube
+	$(CARGO) build --locked --workspace --bin vmmd --bin mock-vmm --bin mock-vmm-image --bin vmmd-netd --bin vmmd-kube
 	RUSTFLAGS="-C target-feature=+crt-static" $(CARGO) build --locked --target x86_64-unknown-linux-gnu -p vmmd-pod --bin vmmd-pod
-	$(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly --ignore-default-filter --test kubernetes
-
-.PHONY: kubernetes-long
-kubernetes-long: export VMMD_LONG = 1
-kubernetes-long: kubernetes node-tool deb ## The same with 200 rounds of faults, 20 more with guests in the test node, and the API server away for five minutes
-	$(NODE) --name kubernetes with -- $(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly --ignore-default-filter --success-output immediate --test guests
+	$(CARGO) nextest run --locked --workspace --ignore-default-filter --test kubernetes
 
 .PHONY: nightly
-nightly: lint deny mutations previous fleet kubernetes-long long ## Run what make test is too short for, and what takes minutes to compile
+nightly: lint deny mutations previous fleet kubernetes long ## Run what make test is too short for, and what takes minutes to compile
 	@command -v mdbook >/dev/null || $(CARGO) install --locked mdbook
 	mdbook build docs
 	for part in $(FUZZ_TARGETS); do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done
@@ -137,13 +132,13 @@ FOUND = $(CURDIR)/target/fuzz/corpus/$(FUZZ)
 # What libFuzzer finds stays in target/; the seeds in the tree are what the tests go through. The compiler is told to take
 # flags that are not stable yet.
 .PHONY: fuzz
-fuzz: ## Fuzz a part with libFuzzer (FUZZ=blk_queue, snapshot, dns_query, … as in devices/fuzz, vmm-core/fuzz, vmmd/fuzz and vmmd/kube/fuzz; FUZZ_SECONDS=60)
+fuzz: ## Fuzz a part with libFuzzer (FUZZ=blk_queue, snapshot, dns_query, … as in devices/fuzz, vmm-core/fuzz and vmmd/fuzz; FUZZ_SECONDS=60)
 	@command -v cargo-fuzz >/dev/null || $(CARGO) install --locked cargo-fuzz
 	mkdir -p $(FOUND)
 	cd $(FUZZ_CRATE) && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --target-dir $(CURDIR)/target/fuzz $(FUZZ) $(FOUND) fuzz/corpus/$(FUZZ) -- -max_total_time=$(FUZZ_SECONDS)
 
 # Parts that need no node run while there is none.
-PARTS_HERE = rings daemon image kubernetes
+PARTS_HERE = rings daemon image
 PARTS_NODE = start memory disk fs migrate net screen ends
 comma := ,
 PARTS = $(or $(subst $(comma), ,$(ONLY)),$(PARTS_HERE) $(PARTS_NODE))
@@ -156,10 +151,9 @@ BENCH = target/debug/bench $(if $(PUBLISH),--publish) --only
 # A screen's part has a desktop, which only the node of the nightly tests has.
 .PHONY: bench
 bench: FEATURES ?= $(if $(filter screen,$(BENCH_NODE)),--features vmmd-tests/nightly)
-bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, screen, ends, rings, daemon, image or kubernetes: parts, with commas)
+bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, screen, ends, rings, daemon or image: parts, with commas)
 	$(if $(NO_PARTS),$(error there is no part $(NO_PARTS): $(PARTS_HERE) $(PARTS_NODE)))
 	$(CARGO) build -q -p vmmd-tests $(FEATURES) --bin bench
-	$(if $(filter kubernetes,$(BENCH_HERE)),tests/kubernetes/build.sh)
 	$(if $(BENCH_HERE),$(BENCH) $(call list,$(BENCH_HERE)))
 	$(if $(BENCH_NODE),$(NODE) --name bench with -- $(BENCH) $(call list,$(BENCH_NODE)))
 

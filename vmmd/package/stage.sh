@@ -63,7 +63,7 @@ for example in "$here"/examples/*.yaml; do
 done
 # For a cluster whose nodes these are.
 put 644 "$here/systemd/pods.conf" usr/share/vmmd/pods.conf
-for manifest in vmmd/kube/manifests/*.yaml vmmd/kube/manifests/pods/*.yaml; do
+for manifest in vmmd/kube/manifests/*.yaml; do
     put 644 "$manifest" "usr/share/vmmd/kubernetes/${manifest#vmmd/kube/manifests/}"
 done
 # What a client of the API is written with.

@@ -80,50 +80,6 @@ impl Api {
         .await
     }
 
-    /// Changes an object (RFC 7396).
-    pub async fn patch(&self, path: &str, change: &Value) -> Result<Value, String> {
-        let body = ("application/merge-patch+json", change.to_string().into_bytes());
-        self.value(Method::PATCH, path, Some(body)).await
-    }
-
-    /// Deletes an object.
-    pub async fn delete(&self, path: &str) -> Result<Value, String> {
-        self.value(Method::DELETE, path, None).await
-    }
-
-    /// The objects of a list.
-    pub async fn list(&self, path: &str) -> Result<Vec<Value>, String> {
-        let list = self.get(path).await?;
-        Ok(list["items"].as_array().cloned().unwrap_or_default())
-    }
-
-    /// Calls `see` with each object of a collection, the existing ones first, and then with each
-    /// change, until the API server ends the watch.
-    ///
-    /// # Errors
-    ///
-    /// The connection broke.
-    pub async fn watch(&self, path: &str, mut see: impl FnMut(&Value)) -> Result<(), String> {
-        let request = self.client.get(format!("{}{path}?watch=true", self.base));
-        let request = request
-            .bearer_auth(&self.token)
-            .timeout(Duration::from_secs(3600));
-        let mut response = request.send().await.map_err(|error| format!("{error:?}"))?;
-        let mut line = Vec::new();
-        while let Some(piece) = response.chunk().await.map_err(|error| format!("{error:?}"))? {
-            for byte in piece {
-                if byte != b'\n' {
-                    line.push(byte);
-                    continue;
-                }
-                let event: Value = serde_json::from_slice(&line).map_err(|error| error.to_string())?;
-                see(&event["object"]);
-                line.clear();
-            }
-        }
-        Ok(())
-    }
-
     /// Whether the API server says that all of it is ready.
     pub async fn ready(&self) -> Result<(), String> {
         match self.call(Method::GET, "/readyz", None).await? {

@@ -58,15 +58,6 @@ impl Authority {
         self.issue(folder, name, params, ExtendedKeyUsagePurpose::ClientAuth);
     }
 
-    /// Writes `peer.crt` and `peer.key` of a vmmd that calls others.
-    pub fn peer(&self, folder: &Path) {
-        let mut params = CertificateParams::default();
-        let role = "vmmd://role/peer".try_into().unwrap();
-        params.subject_alt_names.push(SanType::URI(role));
-        params.distinguished_name = named("node", None);
-        self.issue(folder, "peer", params, ExtendedKeyUsagePurpose::ClientAuth);
-    }
-
     fn issue(
         &self,
         folder: &Path,

@@ -5,7 +5,6 @@ use std::{
     net::Ipv4Addr,
     path::{Path, PathBuf},
     process::{Command, Output},
-    sync::atomic::{AtomicU32, Ordering},
     thread,
     time::Duration,
 };
@@ -27,8 +26,6 @@ pub const NAMESPACE: &str = "vmmd-system";
 
 /// Token of the administrator.
 const ADMIN: &str = "token-of-the-administrator";
-
-static NEXT: AtomicU32 = AtomicU32::new(0);
 
 /// A running control plane. When it is dropped, its programs are killed and its folder is removed; in a test that fails, the ends of all
 /// logs are printed before.
@@ -57,15 +54,6 @@ pub fn programs() -> Option<PathBuf> {
 }
 
 impl Cluster {
-    /// Starts all on loopback addresses and waits until the API server is ready.
-    pub async fn start() -> Self {
-        // The tests use 127.128.0.0/9: each process has four networks of /24, in which programs use
-        // their default ports.
-        let number = std::process::id().wrapping_mul(4) + NEXT.fetch_add(1, Ordering::Relaxed) % 4;
-        let [.., high, low] = number.to_be_bytes();
-        Self::start_in([127, 128 | high, low]).await
-    }
-
     /// Starts all on addresses of a network of /24, and waits until the API server is ready.
     pub async fn start_in(network: [u8; 3]) -> Self {
         let programs = programs().expect("the control plane is not built: `make kubernetes` builds it");
@@ -137,39 +125,6 @@ impl Cluster {
         .await;
     }
 
-    /// Applies the manifests of vmmd-kube.
-    pub fn install(&self) {
-        let manifests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../vmmd/kube/manifests");
-        self.kubectl(&["apply", "-k", manifests.to_str().unwrap()]);
-        self.kubectl(&[
-            "wait",
-            "--for=condition=Established",
-            "crd",
-            "--all",
-            "--timeout=30s",
-        ]);
-    }
-
-    /// Starts as many controllers of VirtualMachines.
-    pub async fn controllers(&self, number: usize) -> Vec<Program> {
-        let mut controllers = Vec::new();
-        for number in 0..number {
-            let name = format!("controller-{number}");
-            let config = self
-                .service_account(&name, NAMESPACE, "vmmd-kube-controller")
-                .await;
-            let arguments = [
-                "controller".to_owned(),
-                format!("--kubeconfig={}", config.display()),
-                "--runtime-class=vmmd".to_owned(),
-            ];
-            let mut controller = self.program(&name, arguments);
-            controller.launch();
-            controllers.push(controller);
-        }
-        controllers
-    }
-
     /// `vmmd-kube` with these arguments. It does not run yet.
     pub fn program(&self, name: &str, arguments: impl IntoIterator<Item = String>) -> Program {
         let executable = vmmd_testing::program("vmmd-kube");
@@ -178,7 +133,7 @@ impl Cluster {
         program.env("VMMD_KUBE_LOG", level)
     }
 
-    /// Checks that a node is ready and accepts pods that tolerate its own taint.
+    /// Checks that a node is ready and accepts pods.
     ///
     /// # Errors
     ///
@@ -203,7 +158,7 @@ impl Cluster {
     }
 
     /// Its programs, in the order in which they are started.
-    pub fn parts(&mut self) -> [&mut Program; 4] {
+    fn parts(&mut self) -> [&mut Program; 4] {
         [
             &mut self.etcd,
             &mut self.api_server,
@@ -222,7 +177,7 @@ impl Cluster {
         self.folder.path().join(name)
     }
 
-    /// The loopback address of this cluster that ends with `last`; 1 is the control plane's.
+    /// The address of this cluster that ends with `last`; 1 is the control plane's.
     pub fn address(&self, last: u8) -> Ipv4Addr {
         let [a, b, c] = self.network;
         Ipv4Addr::new(a, b, c, last)
@@ -298,27 +253,11 @@ impl Cluster {
         printed
     }
 
-    /// Returns the error output of `kubectl`; fails if `kubectl` succeeds.
-    pub fn refused(&self, arguments: &[&str]) -> String {
-        let output = self.run(arguments);
-        assert!(
-            !output.status.success(),
-            "kubectl {} succeeded",
-            arguments.join(" ")
-        );
-        String::from_utf8_lossy(&output.stderr).into_owned()
-    }
-
     /// `kubectl apply` of an object.
     pub fn apply(&self, object: &Value) -> String {
         let file = tempfile::NamedTempFile::new_in(self.path("home")).unwrap();
         fs::write(file.path(), object.to_string()).unwrap();
         self.kubectl(&["apply", "-f", file.path().to_str().unwrap()])
-    }
-
-    /// The resident memory of the control plane in bytes.
-    pub fn memory(&mut self) -> u64 {
-        self.parts().map(Program::memory).iter().sum()
     }
 }
 

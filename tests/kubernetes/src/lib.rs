@@ -1,6 +1,5 @@
-//! A Kubernetes control plane made of Debian's programs (`build.sh`), nodes that are `vmmd` daemons with the mock `vmm` and a
-//! `vmmd-kube agent` each, and machines with a real kubelet, for the tests of `vmmd-kube`. All of it runs as the test's processes, in a temporary folder, and listens on
-//! loopback addresses that no other test has.
+//! A Kubernetes control plane made of Debian's programs (`build.sh`), and machines with a real kubelet, for the tests of
+//! `vmmd-kube`. All of it runs as the test's processes, in a temporary folder.
 #![allow(
     clippy::unwrap_used,
     clippy::missing_panics_doc,
@@ -10,12 +9,8 @@
 pub mod api;
 mod certificates;
 pub mod cluster;
-pub mod faults;
-pub mod fleet;
 pub mod machine;
 pub mod program;
-pub mod session;
-pub mod vms;
 
 use std::time::{Duration, Instant};
 

@@ -1,17 +1,12 @@
-//! A program that a test starts, kills and starts again.
+//! A program that a test starts.
 
 use std::{
     ffi::OsString,
     fs::{self, File},
-    os::{
-        fd::AsRawFd as _,
-        unix::process::{CommandExt as _, ExitStatusExt as _},
-    },
+    os::unix::process::ExitStatusExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
-
-use rustix::process::Pid;
 
 /// A program with its arguments; killed when dropped. All that it prints in its lives is in one log.
 pub struct Program {
@@ -21,13 +16,9 @@ pub struct Program {
     arguments: Vec<OsString>,
     environment: Vec<(OsString, OsString)>,
     log: PathBuf,
-    /// The user and the only group that it runs as; those of the test when there are none.
-    user: Option<u32>,
     /// The process whose network, mount and process namespaces it gets.
     inside: Option<u32>,
     child: Option<Child>,
-    /// Number of restarts after an unrequested end.
-    pub revived: u32,
 }
 
 impl Program {
@@ -44,10 +35,8 @@ impl Program {
             arguments: arguments.into_iter().map(Into::into).collect(),
             environment: Vec::new(),
             log: folder.join(format!("{name}.log")),
-            user: None,
             inside: None,
             child: None,
-            revived: 0,
         }
     }
 
@@ -55,13 +44,6 @@ impl Program {
     #[must_use]
     pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Self {
         self.environment.push((name.into(), value.into()));
-        self
-    }
-
-    /// As another user, whose only group has the same number. It need not be able to reach the program's file.
-    #[must_use]
-    pub fn user(mut self, user: u32) -> Self {
-        self.user = Some(user);
         self
     }
 
@@ -76,9 +58,8 @@ impl Program {
     pub fn launch(&mut self) {
         assert!(self.child.is_none(), "{} runs", self.name);
         let log = File::options().create(true).append(true).open(&self.log).unwrap();
-        let opened = File::open(&self.executable).unwrap();
-        let mut command = match (self.inside, self.user) {
-            (Some(pid), _) => {
+        let mut command = match self.inside {
+            Some(pid) => {
                 // `nsenter` waits for the program, which ends with it.
                 let mut command = Command::new("nsenter");
                 command
@@ -87,12 +68,7 @@ impl Program {
                     .arg(&self.executable);
                 command
             }
-            (None, None) => Command::new(&self.executable),
-            (None, Some(user)) => {
-                let mut command = Command::new(format!("/proc/self/fd/{}", opened.as_raw_fd()));
-                command.arg0(&self.executable).uid(user).gid(user);
-                command
-            }
+            None => Command::new(&self.executable),
         };
         command
             .args(&self.arguments)
@@ -112,16 +88,6 @@ impl Program {
         }
     }
 
-    /// Its process, unless it has ended on its own.
-    pub fn pid(&mut self) -> Option<Pid> {
-        let child = self.child.as_mut()?;
-        child
-            .try_wait()
-            .unwrap()
-            .is_none()
-            .then(|| Pid::from_child(child))
-    }
-
     /// Fails if it has ended on its own.
     pub fn check(&mut self) -> Result<(), String> {
         let Some(status) = self.child.as_mut().and_then(|child| child.try_wait().unwrap()) else {
@@ -136,31 +102,6 @@ impl Program {
             self.name,
             self.tail(20)
         ))
-    }
-
-    /// Restarts it after an unrequested end, as systemd or a Deployment would. The test fails if it
-    /// panicked.
-    pub fn revive(&mut self) {
-        if self.check().is_err() {
-            assert!(
-                !self.printed().contains("panicked at"),
-                "{}: {}",
-                self.name,
-                self.tail(40)
-            );
-            self.child = None;
-            self.revived += 1;
-            self.launch();
-        }
-    }
-
-    /// Its resident memory in bytes; zero when it does not run.
-    pub fn memory(&mut self) -> u64 {
-        let Some(pid) = self.pid() else { return 0 };
-        let status = fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).unwrap_or_default();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-        let pages = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-        pages.unwrap_or_default() * 1024
     }
 
     /// All that it has printed.
@@ -180,12 +121,4 @@ impl Drop for Program {
     fn drop(&mut self) {
         self.kill();
     }
-}
-
-/// Programs that ended on their own, with their counts.
-pub fn ended_by_themselves<'a>(programs: impl Iterator<Item = &'a mut Program>) -> Vec<(String, u32)> {
-    let ended = programs.filter(|program| program.revived > 0);
-    ended
-        .map(|program| (program.name.clone(), program.revived))
-        .collect()
 }

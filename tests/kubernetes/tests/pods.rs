@@ -14,7 +14,6 @@ use vmmd_kubernetes_tests::{
     eventually,
     machine::{self, BUSYBOX, Machine},
     program::Program,
-    vms::VMS,
 };
 use vmmd_testing::{harness::Daemon, namespace::Namespace};
 
@@ -22,6 +21,8 @@ use vmmd_testing::{harness::Daemon, namespace::Namespace};
 const LAUNCHER: &str = "vmmd.test/vmmd-pod:1";
 /// Time for a change to be seen by all programs.
 const PATIENCE: Duration = Duration::from_secs(90);
+/// VirtualMachines of the namespace of the tests.
+const VMS: &str = "/apis/vmmd.dev/v1alpha1/namespaces/default/virtualmachines";
 /// Pods of the namespace of the tests.
 const PODS: &str = "/api/v1/namespaces/default/pods";
 
@@ -40,7 +41,7 @@ impl World {
         let network = machine::enter_network();
         let cluster = Cluster::start_in(machine::NETWORK).await;
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-        for file in ["namespace", "crd", "pods/rbac-agent", "pods/rbac-controller"] {
+        for file in ["namespace", "crd", "rbac-agent", "rbac-controller"] {
             let path = root.join(format!("vmmd/kube/manifests/{file}.yaml"));
             cluster.kubectl(&["apply", "-f", path.to_str().unwrap()]);
         }
@@ -63,13 +64,13 @@ impl World {
         let extra = "restart = { first_ms = 200 }\n";
         let daemon = Daemon::with(folder, extra, Some(machine.namespace.0.clone())).await;
         let account = cluster
-            .service_account("pod-agent", NAMESPACE, "vmmd-kube-pod-agent")
+            .service_account("agent", NAMESPACE, "vmmd-kube-agent")
             .await;
         let plugins = machine.kubelet_folder().join("device-plugins");
         let mut agent = cluster.program(
-            "pod-agent",
+            "agent",
             [
-                "pod-agent".to_owned(),
+                "agent".to_owned(),
                 format!("--kubeconfig={}", account.display()),
                 format!("--node-name={}", machine.name),
                 format!("--socket={}", daemon.path("run/vmmd.sock").display()),

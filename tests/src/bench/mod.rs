@@ -7,7 +7,6 @@ mod ends;
 mod fleet;
 mod fs;
 mod image;
-mod kubernetes;
 mod memory;
 mod migrate;
 mod net;
@@ -54,8 +53,6 @@ pub enum Part {
     Daemon,
     /// Imports of images, and disks of one. On this machine.
     Image,
-    /// The Kubernetes agent and controller with many VMs. On this machine.
-    Kubernetes,
 }
 
 impl Part {
@@ -73,7 +70,6 @@ impl Part {
             Part::Rings => rings::run(),
             Part::Daemon => Ok(fleet::run()? + &networks::run()?),
             Part::Image => image::run(runs),
-            Part::Kubernetes => kubernetes::run(),
         }
     }
 

@@ -80,7 +80,7 @@ pub fn run_test(program: &str, arguments: &[String]) -> Result<ExitStatus> {
 }
 
 fn is_end_to_end(binary: &str) -> bool {
-    binary.starts_with("vmmd-tests::") || binary == "vmmd-kubernetes-tests::guests"
+    binary.starts_with("vmmd-tests::")
 }
 
 fn replaced(dir: &Path, before: Option<u32>) -> Result<bool> {

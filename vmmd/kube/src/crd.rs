@@ -32,12 +32,6 @@ use crate::{
     ),
     printcolumn(name = "Node", type_ = "string", json_path = ".status.node"),
     printcolumn(name = "Address", type_ = "string", json_path = ".status.addresses[0]"),
-    printcolumn(
-        name = "Restarts",
-        type_ = "integer",
-        json_path = ".status.restarts",
-        priority = 1
-    ),
     printcolumn(name = "Epoch", type_ = "integer", json_path = ".status.epoch", priority = 1),
     printcolumn(name = "Pod", type_ = "string", json_path = ".status.run.pod", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
@@ -64,7 +58,7 @@ pub struct VirtualMachineSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 3600))]
     pub termination_grace_period_seconds: Option<i64>,
-    /// Labels and annotations of the placeholder pods, for Services and PodDisruptionBudgets.
+    /// Labels and annotations of the launcher pods, for Services and PodDisruptionBudgets.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod_metadata: Option<PodMetadata>,
     /// As in a pod.
@@ -74,7 +68,7 @@ pub struct VirtualMachineSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::any_object")]
     pub affinity: Option<Value>,
-    /// As in a pod. The toleration for the taint of vmmd's nodes is always present.
+    /// As in a pod.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::any_objects")]
     pub tolerations: Vec<Value>,
@@ -88,15 +82,15 @@ pub struct VirtualMachineSpec {
     /// As in a pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scheduler_name: Option<String>,
-    /// In a launcher pod: whether the VM is ready for traffic, as in a pod; when not given, whether the VM runs.
+    /// Whether the VM is ready for traffic, as in a pod; when not given, whether the VM runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::any_object")]
     pub readiness_probe: Option<Value>,
-    /// In a launcher pod: the run ends when this probe fails, as in a pod.
+    /// The run ends when this probe fails, as in a pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::any_object")]
     pub liveness_probe: Option<Value>,
-    /// In a launcher pod: the other probes begin after this one has succeeded, as in a pod; when not given, after the VM runs.
+    /// The other probes begin after this one has succeeded, as in a pod; when not given, after the VM runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::any_object")]
     pub startup_probe: Option<Value>,
@@ -117,8 +111,9 @@ impl VirtualMachineSpec {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct MigrationPolicy {
-    /// Effect of an eviction, as by `kubectl drain`: Migrate, the default, moves the VM when that
-    /// is possible, Stop stops the VM.
+    /// Effect of `kubectl cordon` and `kubectl drain` of the node: Migrate, the default, moves the VM
+    /// when that is possible, and evictions of the pod are refused meanwhile. Stop: an eviction ends
+    /// the run.
     pub eviction: Eviction,
     /// How long a migration may take, in seconds; 600 when not given.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -128,7 +123,7 @@ pub struct MigrationPolicy {
     pub force: bool,
 }
 
-/// Effect of an eviction on a running VM.
+/// Effect of a cordoned node on a running VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 pub enum Eviction {
     #[default]
@@ -136,7 +131,7 @@ pub enum Eviction {
     Stop,
 }
 
-/// Labels and annotations of placeholder pods.
+/// Labels and annotations of launcher pods.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct PodMetadata {
@@ -152,13 +147,13 @@ pub struct PodMetadata {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VirtualMachineStatus {
-    /// Invalid, Pending, Scheduling, Starting, Running, Migrating, Restarting, Stopping, Stopped, Failed, or Unknown when its node does not report.
+    /// Invalid, Pending, Scheduling, Starting, Running, Migrating, Stopping, Stopped, Failed, or Unknown when its node does not report.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub phase: String,
     /// The generation of the spec that this is about.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// The largest number that a run has had. It grows before each new placeholder pod.
+    /// The largest number that a run has had. It grows before each new launcher pod.
     pub epoch: i64,
     /// The last run.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -183,18 +178,16 @@ pub struct VirtualMachineStatus {
     /// Addresses of the guest.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<String>,
-    /// Starts by the run policy on the same node in this run.
-    pub restarts: i32,
     /// Valid, Scheduled, Ready.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
 }
 
-/// One run: a placeholder pod, and the VM on the node that the scheduler has given it.
+/// One run: a launcher pod, and the VM on the node that the scheduler has given it.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Run {
-    /// Name of the placeholder pod.
+    /// Name of the launcher pod.
     pub pod: String,
     /// Its uid. An agent runs the VM of this pod only; unset until the pod is made.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -207,37 +200,37 @@ pub struct Run {
     /// Its number, when a larger one has been given away since, to a migration.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epoch: Option<i64>,
-    /// The node that the VM was moved from. Its agent makes no VM for such a run, but takes over the one that was moved.
+    /// The node that the VM was moved from. No VM is created for such a run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
 }
 
-/// A VM's way from the node of its run to another one. When it succeeds, the run is that of the second placeholder pod.
+/// A VM's way from the node of its run to another one. When it succeeds, the run is that of the second launcher pod.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Migration {
-    /// Placing until the second placeholder pod is on a node that waits for the VM; Moving from
-    /// then on until an agent reports the result for the VM; Succeeded, or Failed.
+    /// Placing until the launcher of the second pod runs; Moving from then on until the pods report the
+    /// result; Succeeded, or Failed.
     pub phase: MigrationPhase,
     /// Number of the run that the VM gets.
     pub epoch: i64,
-    /// Name of the second placeholder pod.
+    /// Name of the second launcher pod.
     pub pod: String,
     /// Its uid; unset until the pod is made.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pod_uid: Option<String>,
-    /// Name of the placeholder pod that the VM leaves.
+    /// Name of the launcher pod that the VM leaves.
     pub source_pod: String,
     /// Its uid.
     pub source_uid: String,
-    /// The pod was evicted, and has to go whether the VM can be moved or not.
+    /// The node of the VM was cordoned.
     pub evicted: bool,
     /// The node that the VM leaves.
     pub from: String,
     /// The node that it is moved to.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub to: Option<String>,
-    /// Where the vmmd of that node is.
+    /// Where the vmmd of that node is reached, as HOST:PORT.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
     /// How long it may take, in seconds.
@@ -268,13 +261,13 @@ pub enum MigrationPhase {
 }
 
 impl Migration {
-    /// Whether the second placeholder pod may get the VM yet.
+    /// Whether the second launcher pod may get the VM yet.
     pub fn is_under_way(&self) -> bool {
         matches!(self.phase, MigrationPhase::Placing | MigrationPhase::Moving)
     }
 }
 
-/// Role of a placeholder pod for a VirtualMachine.
+/// Role of a launcher pod for a VirtualMachine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Role<'a> {
     /// That of its run.
@@ -302,7 +295,7 @@ impl VirtualMachineStatus {
             .filter(|migration| migration.is_under_way())
     }
 
-    /// The migration whose result for the VM only an agent can report.
+    /// The migration whose result only the pods can report.
     pub fn moving(&self) -> Option<&Migration> {
         self.migration
             .as_ref()

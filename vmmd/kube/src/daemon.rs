@@ -196,6 +196,11 @@ pub fn pod_uid(vm: &v1::Vm) -> Option<&String> {
     vm.metadata.as_ref()?.labels.get(names::POD_UID)
 }
 
+/// The pod whose launcher has a VM.
+pub fn launcher_uid(vm: &v1::Vm) -> Option<&String> {
+    Some(&vm.spec.as_ref()?.pod.as_ref()?.uid)
+}
+
 /// A VM's name.
 pub fn name(vm: &v1::Vm) -> String {
     vm.metadata

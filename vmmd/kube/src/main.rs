@@ -1,8 +1,8 @@
-//! `vmmd-kube`: makes nodes with vmmd nodes of a Kubernetes cluster.
+//! `vmmd-kube`: runs VMs as pods of a Kubernetes cluster.
 //!
-//! The [`controller`] runs anywhere: it makes a pod for each run of a VirtualMachine ([`crd`]), and the scheduler places it. The [`pod_agent`]
-//! runs beside a vmmd and a kubelet: it creates VMs for ordinary pods with a [`launcher`]. The older [`agent`] runs beside a vmmd: it is the
-//! kubelet of a virtual node.
+//! The [`controller`] runs anywhere: it makes a pod with a [`launcher`] for each run of a
+//! VirtualMachine ([`crd`]), and the scheduler places the pod. The [`agent`] runs beside the vmmd and
+//! the kubelet of a node: it creates the VMs of the pods that the kubelet has started.
 
 mod agent;
 mod arguments;
@@ -11,21 +11,15 @@ mod clients;
 mod controller;
 mod crd;
 mod daemon;
-mod described;
-mod kubelet;
 mod launcher;
 mod leader;
 mod metrics;
 mod names;
-mod placeholder;
-mod pod_agent;
 mod provision;
 mod run;
 mod schema;
 mod sources;
 mod spec;
-mod tell;
-mod vms;
 
 use anyhow::Context as _;
 use clap::Parser as _;
@@ -35,7 +29,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing_subscriber::{EnvFilter, layer::SubscriberExt as _, util::SubscriberInitExt as _};
 
 use self::{
-    arguments::{Action, AgentArguments, Arguments, ControllerArguments, PodAgentArguments},
+    arguments::{Action, AgentArguments, Arguments, ControllerArguments},
     clients::Clients,
 };
 
@@ -62,55 +56,18 @@ async fn run(arguments: Arguments) -> anyhow::Result<()> {
     let clients = Clients::new(arguments.kubeconfig.as_deref()).await?;
     match arguments.action {
         Action::Agent(arguments) => run_agent(clients, arguments).await,
-        Action::PodAgent(arguments) => run_pod_agent(clients, arguments).await,
         Action::Controller(arguments) => run_controller(clients, arguments).await,
         Action::Crd => Ok(()),
     }
 }
 
 async fn run_agent(clients: Clients, arguments: AgentArguments) -> anyhow::Result<()> {
-    let settings = arguments.settings()?;
-    // Two agents of one node would undo each other's work.
-    let _lock = arguments.lock()?;
-    let (client_ca, port, metrics) = (arguments.client_ca, arguments.port, arguments.metrics);
-    let daemon = daemon::Daemon::new(arguments.socket);
-    let served = {
-        let addresses: Vec<_> = settings
-            .addresses
-            .iter()
-            .map(|(_, address)| address.clone())
-            .collect();
-        let (client, daemon, node) = (clients.calls.clone(), daemon.clone(), settings.name.clone());
-        async move {
-            match &client_ca {
-                Some(ca) => kubelet::serve(client, daemon, &node, &addresses, port, ca).await,
-                None => std::future::pending().await,
-            }
-        }
-    };
-    let mut terminated = signal(SignalKind::terminate())?;
-    if !settings.allowed.everything {
-        tokio::select! {
-            confined = agent::confined(&daemon) => confined?,
-            _ = terminated.recv() => return Ok(()),
-        }
-    }
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
-    tokio::select! {
-        () = agent::run(clients, daemon, settings) => anyhow::bail!("the agent has ended"),
-        result = served => result,
-        result = metrics::serve(metrics) => result,
-        _ = terminated.recv() => Ok(()),
-    }
-}
-
-async fn run_pod_agent(clients: Clients, arguments: PodAgentArguments) -> anyhow::Result<()> {
     let settings = arguments.settings();
     // In a container this is the first process, which is only ended by signals that it handles.
     let mut terminated = signal(SignalKind::terminate())?;
     let daemon = daemon::Daemon::new(arguments.socket);
     tokio::select! {
-        () = pod_agent::run(clients, daemon, settings) => anyhow::bail!("the agent has ended"),
+        () = agent::run(clients, daemon, settings) => anyhow::bail!("the agent has ended"),
         result = metrics::serve(arguments.metrics) => result,
         _ = terminated.recv() => Ok(()),
     }

@@ -4,23 +4,16 @@ use std::fmt::Write as _;
 
 use sha2::{Digest as _, Sha256};
 
-/// Label of the nodes that run VMs, and key of the taint that keeps other pods away from them.
-pub const NODE: &str = "vmmd.dev/vm";
-/// Label of placeholder pods and of VMs in vmmd: uid of the VirtualMachine.
+/// Label of launcher pods and of VMs in vmmd: uid of the VirtualMachine.
 pub const MACHINE_UID: &str = "vmmd.dev/machine-uid";
-/// Label of placeholder pods and of VMs in vmmd: number of the run. It only ever grows.
+/// Label of launcher pods and of VMs in vmmd: number of the run. It only ever grows.
 pub const EPOCH: &str = "vmmd.dev/epoch";
-/// Label of VMs in vmmd: uid of the placeholder pod.
+/// Label of VMs in vmmd: uid of the launcher pod.
 pub const POD_UID: &str = "vmmd.dev/pod-uid";
-/// Annotation of VMs in vmmd: namespace and name of the placeholder pod, with a slash between.
+/// Annotation of VMs in vmmd: namespace and name of the launcher pod, with a slash between.
 pub const POD: &str = "vmmd.dev/pod";
 /// Label of VMs in vmmd: the Kubernetes node whose agent made them.
 pub const AGENT: &str = "vmmd.dev/node";
-/// Annotation of placeholder pods: the VM of vmmd, as its canonical JSON.
-pub const MANIFEST: &str = "vmmd.dev/manifest";
-/// Annotation of placeholder pods: sources that the agent fills in, as JSON; absent without
-/// sources.
-pub const SOURCES: &str = "vmmd.dev/sources";
 /// Annotation of disks in vmmd that were made for a run: name of the volume.
 pub const VOLUME: &str = "vmmd.dev/volume";
 /// Annotation of VirtualMachines: another value begins a new run, regardless of the run policy for
@@ -28,36 +21,22 @@ pub const VOLUME: &str = "vmmd.dev/volume";
 pub const START: &str = "vmmd.dev/start";
 /// Annotation of VirtualMachines: another value moves the VM to another node while it runs.
 pub const MIGRATE: &str = "vmmd.dev/migrate";
-/// Annotation of the placeholder pod that a VM is to leave: number of the run that it gets. It wakes the node's agent, which asks the
-/// VirtualMachine.
-pub const LEAVES: &str = "vmmd.dev/leaves-for";
-/// Annotation of VMs in vmmd that are being moved: namespace, name and uid of the placeholder pod that they get, with slashes between.
-pub const MOVING: &str = "vmmd.dev/moving-to";
-/// Label of nodes to which VMs can be moved.
-pub const MIGRATION: &str = "vmmd.dev/migration";
-/// Annotation of these nodes: where their vmmd is reached by those of other nodes, as HOST:PORT.
-pub const MIGRATION_ADDRESS: &str = "vmmd.dev/migration-address";
-/// Label of nodes: model of the processor.
-pub const CPU_MODEL: &str = "vmmd.dev/cpu-model";
-/// Finalizer of placeholder pods. Only the agent of the pod's node takes it away, when the VM is not there any more; from a pod that was
-/// never bound to a node, the controller does.
+/// Label of VirtualMachines that are being moved: the node that the VM leaves, as
+/// [`label_value`]. The agent of that node watches them.
+pub const MIGRATING_FROM: &str = "vmmd.dev/migrating-from";
+/// Annotation of launcher pods whose VM uses a volume that only one node has at a time.
+pub const SINGLE_NODE: &str = "vmmd.dev/single-node";
+/// Finalizer of launcher pods. The controller removes it when nothing of the pod runs, and never
+/// will.
 pub const VM_GONE: &str = "vmmd.dev/vm-gone";
-/// Finalizer of VirtualMachines: the controller takes it away when the placeholder pod is not there any more.
+/// Finalizer of VirtualMachines: the controller removes it when the launcher pod does not exist.
 pub const POD_GONE: &str = "vmmd.dev/pod-gone";
-/// Type of the condition of a placeholder pod whose message has the addresses of its VM that have a meaning on the VM's node alone, with commas between.
-pub const NODE_LOCAL: &str = "vmmd.dev/node-local-addresses";
-/// The container of placeholder pods.
+/// The container of launcher pods.
 pub const CONTAINER: &str = "vm";
-/// The image that placeholder pods name. It is never pulled.
-pub const IMAGE: &str = "vmmd.dev/virtual-machine:none";
-/// Architecture of all nodes.
-pub const ARCHITECTURE: &str = "amd64";
 /// The field manager, and the source of events.
 pub const MANAGER: &str = "vmmd-kube";
 
-/// Reason of the container of a placeholder pod whose VM is to come from another node.
-pub const AWAITS: &str = "AwaitsMigration";
-/// Reason of a pod that has ended because somebody stopped the VM in vmmd.
+/// End of a run whose VM a client of vmmd has stopped.
 pub const STOPPED: &str = "StoppedByRequest";
 
 /// Longest name of a VM in vmmd.
@@ -71,14 +50,17 @@ pub fn vm_name(namespace: &str, name: &str, uid: &str) -> String {
     format!("{}-{hash}", readable.trim_end_matches('-'))
 }
 
-/// Name of the placeholder pod of a run.
-pub fn pod_name(name: &str, epoch: i64) -> String {
-    format!("{name}-{epoch}")
+/// Name of a node as the value of a label: a longer name is replaced by its hash.
+pub fn label_value(node: &str) -> String {
+    match node.len() {
+        0..=MAX_LABEL => node.to_owned(),
+        _ => digest(node.as_bytes())[..MAX_LABEL].to_owned(),
+    }
 }
 
-/// Type of the condition of a placeholder pod that says how the migration to the run with this number has ended.
-pub fn migration_condition(epoch: i64) -> String {
-    format!("vmmd.dev/migration-{epoch}")
+/// Name of the launcher pod of a run.
+pub fn pod_name(name: &str, epoch: i64) -> String {
+    format!("{name}-{epoch}")
 }
 
 /// Name in vmmd of a disk that is made for a volume of a run, whose pod has this uid: the same one each time.

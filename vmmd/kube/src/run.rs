@@ -1,5 +1,5 @@
 //! The run of a VirtualMachine as the controller plans it: the VM, and the parts of its pod that
-//! do not depend on the kind of the pod.
+//! follow from the fields of the VirtualMachine beside the VM.
 
 use std::collections::BTreeMap;
 
@@ -27,10 +27,10 @@ use crate::{
 pub struct Settings {
     /// Memory that is requested beyond what vmmd sets aside for a VM, in bytes.
     pub overhead: u64,
-    /// The RuntimeClass of the pods; none when not given.
-    pub runtime_class: Option<String>,
-    /// Image of the launcher. Without an image, the pods are those of virtual nodes.
-    pub launcher_image: Option<String>,
+    /// Image of the launcher.
+    pub launcher_image: String,
+    /// Port at which the vmmds of other nodes are reached.
+    pub migration_port: u16,
 }
 
 /// A VirtualMachine's run before it has begun: the VM of vmmd, and the text that identifies it.
@@ -38,7 +38,7 @@ pub struct Settings {
 pub struct Plan {
     /// The VM, with open places for the sources.
     pub vm: v1::Vm,
-    /// The VM as its run is bound to it: the canonical JSON in a pod of a virtual node, and `spec.vm` for a launcher.
+    /// `spec.vm` as JSON. The run is bound to it.
     pub manifest: String,
     /// Sources that the agent fills in.
     pub sources: Sources,
@@ -47,24 +47,12 @@ pub struct Plan {
 impl Plan {
     /// SHA-256 of the VM and the sources.
     pub fn digest(&self) -> String {
-        digest(&self.manifest, self.annotation().as_deref())
-    }
-
-    /// The sources as JSON; `None` when there are none.
-    pub fn annotation(&self) -> Option<String> {
         if self.sources.is_empty() {
-            return None;
+            return names::digest(self.manifest.as_bytes());
         }
-        serde_json::to_string(&self.sources).ok()
-    }
-}
-
-/// SHA-256 of a VM and its sources.
-pub fn digest(manifest: &str, sources: Option<&str>) -> String {
-    match sources {
-        None => names::digest(manifest.as_bytes()),
+        let sources = serde_json::to_string(&self.sources).unwrap_or_default();
         // No JSON has a NUL.
-        Some(sources) => names::digest(format!("{manifest}\0{sources}").as_bytes()),
+        names::digest(format!("{}\0{sources}", self.manifest).as_bytes())
     }
 }
 
@@ -101,15 +89,11 @@ pub fn base(machine: &VirtualMachine, epoch: i64) -> Result<Pod, Invalid> {
     let mut labels = given.labels;
     labels.insert(names::MACHINE_UID.to_owned(), machine.uid().unwrap_or_default());
     labels.insert(names::EPOCH.to_owned(), epoch.to_string());
-    let mut annotations = given.annotations;
-    for name in [names::MANIFEST, names::SOURCES] {
-        annotations.remove(name);
-    }
     let metadata = ObjectMeta {
         name: Some(names::pod_name(&machine.name_any(), epoch)),
         namespace: machine.namespace(),
         labels: Some(labels),
-        annotations: Some(annotations),
+        annotations: Some(given.annotations).filter(|all| !all.is_empty()),
         owner_references: Some(vec![owner(machine)]),
         finalizers: Some(vec![names::VM_GONE.to_owned()]),
         ..ObjectMeta::default()
@@ -187,7 +171,8 @@ pub fn belongs(pod: &Pod, machine: &VirtualMachine, epoch: i64) -> bool {
     owned && pod.labels().get(names::EPOCH) == Some(&epoch.to_string())
 }
 
-fn owner(machine: &VirtualMachine) -> OwnerReference {
+/// The reference of an object that goes with a VirtualMachine.
+pub fn owner(machine: &VirtualMachine) -> OwnerReference {
     OwnerReference {
         api_version: VirtualMachine::api_version(&()).into_owned(),
         kind: VirtualMachine::kind(&()).into_owned(),
@@ -222,8 +207,9 @@ pub mod tests {
             "spec": {"vm": {
                 "cpu": {"cores": 2},
                 "memory": {"sizeBytes": "256Mi"},
-                "boot": {"linux": {"kernel": "/srv/vmlinuz"}},
-            }},
+                "boot": {"fromDisk": {}},
+                "disks": [{"name": "root"}],
+            }, "volumes": [{"name": "root", "persistentVolumeClaim": {"claimName": "web"}}]},
         });
         change(&mut value);
         serde_json::from_value(value).unwrap()
@@ -233,8 +219,8 @@ pub mod tests {
     pub fn settings() -> Settings {
         Settings {
             overhead: 16 << 20,
-            runtime_class: Some("vmmd".to_owned()),
-            launcher_image: None,
+            launcher_image: "vmmd-pod:test".to_owned(),
+            migration_port: 7443,
         }
     }
 }

@@ -2,14 +2,11 @@
 //! shares of the VM by their names, and values of Secrets and ConfigMaps for the guest's
 //! cloud-init.
 //!
-//! The controller checks the fields and leaves the places in the VM open. The pod carries both; the
-//! agent of its node fills the places in when it creates the VM. So neither the VirtualMachine nor
-//! its pods ever hold a secret.
+//! The controller checks the fields and leaves the places in the VM open. The agent of the pod's
+//! node fills the places in when it creates the VM. So neither the VirtualMachine nor its pods ever
+//! hold a secret.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    ops::RangeInclusive,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -34,7 +31,7 @@ pub struct Volume {
     /// A new disk of zeroes, which goes with the run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub empty_disk: Option<EmptyDisk>,
-    /// A claim that is bound to a local or hostPath volume. A disk is its file `disk.img`, or the block device of a volume of mode Block; a share
+    /// A claim. A disk is its file `disk.img`, or the block device of a volume of mode Block; a share
     /// is its directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent_volume_claim: Option<Claim>,
@@ -117,7 +114,7 @@ pub struct SecretName {
     pub name: String,
 }
 
-/// All parts of a VirtualMachine from the cluster, which a pod carries beside the VM.
+/// All parts of a VirtualMachine from the cluster.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Sources {
@@ -356,55 +353,6 @@ fn open(vm: &mut v1::Vm, joined: &BTreeSet<&str>) {
     }
 }
 
-/// Things of the node that the VMs of a cluster may name, beside networks.
-#[derive(Clone, Debug, Default)]
-pub struct Allowed {
-    /// All of them.
-    pub everything: bool,
-    /// Otherwise these ports of the node, which VMs may publish.
-    pub ports: Option<RangeInclusive<u16>>,
-}
-
-/// The first field of a VM with open places that names a thing of the node against the rules.
-pub fn of_node(vm: &v1::Vm, allowed: &Allowed) -> Option<String> {
-    if allowed.everything {
-        return None;
-    }
-    let spec = vm.spec.as_ref()?;
-    let boot = spec.boot.as_ref().and_then(|boot| boot.source.as_ref());
-    let kernel = matches!(boot, Some(v1::boot_spec::Source::Linux(_)));
-    let kernel = kernel.then(|| "boot.linux".to_owned());
-    let state = (!spec.state_dir.is_empty()).then(|| "stateDir".to_owned());
-    let disks = spec.disks.iter().enumerate();
-    let disks = disks.filter(|(_, disk)| disk.source.is_some());
-    let shares = spec.shares.iter().enumerate();
-    let shares = shares.filter(|(_, share)| !share.path.is_empty());
-    let nics = spec.nics.iter().enumerate();
-    let nics =
-        nics.filter(|(_, nic)| !matches!(nic.attachment, Some(v1::nic_spec::Attachment::Network(_)) | None));
-    let is_allowed = |number| {
-        let ports = allowed.ports.as_ref();
-        ports.is_some_and(|ports| u16::try_from(number).is_ok_and(|number| ports.contains(&number)))
-    };
-    // All ports of a range.
-    let is_allowed = |port: &v1::PublishedPort| {
-        is_allowed(port.node_port) && is_allowed(port.last_node_port.max(port.node_port))
-    };
-    let ports = spec.nics.iter().enumerate().flat_map(|(index, nic)| {
-        let of = nic.published_ports.iter().enumerate();
-        let refused = of.filter(|(_, one)| !is_allowed(one));
-        refused.map(move |(number, _)| format!("nics[{index}].publishedPorts[{number}]"))
-    });
-    let mut fields = kernel
-        .into_iter()
-        .chain(state)
-        .chain(disks.map(|(index, _)| format!("disks[{index}]")))
-        .chain(shares.map(|(index, _)| format!("shares[{index}]")))
-        .chain(nics.map(|(index, _)| format!("nics[{index}]")))
-        .chain(ports);
-    fields.next().map(|field| format!("spec.vm.{field}"))
-}
-
 /// Returns a VM with stand-ins in its places. They take as much of a node as the later content from
 /// the agent.
 pub fn closed(vm: &v1::Vm, sources: &Sources) -> v1::Vm {
@@ -416,12 +364,12 @@ pub fn closed(vm: &v1::Vm, sources: &Sources) -> v1::Vm {
             (None, Some(_)) => v1::DiskFormat::Raw,
             (None, None) => {
                 let path = disk_spec::Source::Path(format!("/volume/{}", volume.name));
-                fill(&mut vm, &volume.name, &Place::of(path));
+                fill(&mut vm, &volume.name, &path);
                 continue;
             }
         };
         let disk = disk_spec::Source::Disk(volume.name.clone());
-        fill(&mut vm, &volume.name, &Place::of(disk));
+        fill(&mut vm, &volume.name, &disk);
         let disks = vm.spec.iter_mut().flat_map(|spec| &mut spec.disks);
         for disk in disks.filter(|disk| disk.name == volume.name) {
             disk.set_format(format);
@@ -430,42 +378,17 @@ pub fn closed(vm: &v1::Vm, sources: &Sources) -> v1::Vm {
     vm
 }
 
-/// The source of a volume on a node.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Place {
-    /// The disk, or the path of a file, a block device or for a share a directory.
-    pub source: disk_spec::Source,
-    /// The folder above the file where users of the volume can make links and devices; empty for other sources.
-    pub beneath: String,
-    /// The guest can't write to it.
-    pub read_only: bool,
-}
-
-impl Place {
-    /// A source that the guest can write to. Users of the volume cannot put a link in its place.
-    pub const fn of(source: disk_spec::Source) -> Self {
-        Self {
-            source,
-            beneath: String::new(),
-            read_only: false,
-        }
-    }
-}
-
 /// Fills in a volume's place: the source of the disk with its name, or the directory of the share
 /// with its name.
-pub fn fill(vm: &mut v1::Vm, name: &str, place: &Place) {
+pub fn fill(vm: &mut v1::Vm, name: &str, source: &disk_spec::Source) {
     let Some(spec) = &mut vm.spec else { return };
-    for share in spec.shares.iter_mut().filter(|share| share.name == name) {
-        if let disk_spec::Source::Path(path) = &place.source {
+    if let disk_spec::Source::Path(path) = source {
+        for share in spec.shares.iter_mut().filter(|share| share.name == name) {
             path.clone_into(&mut share.path);
         }
-        share.read_only |= place.read_only;
     }
     for disk in spec.disks.iter_mut().filter(|disk| disk.name == name) {
-        disk.source = Some(place.source.clone());
-        disk.beneath.clone_from(&place.beneath);
-        disk.read_only |= place.read_only;
+        disk.source = Some(source.clone());
     }
 }
 

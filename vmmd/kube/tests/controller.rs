@@ -5,81 +5,6 @@ use serde_json::json;
 use crate::mock::{Cluster, api, vmmd::lock, wait};
 
 #[test]
-fn vm_runs_where_its_pod_is_bound_and_leaves_nothing() {
-    let cluster = Cluster::start(1);
-    let _controller = cluster.controller();
-    let _agent = cluster.agent(0);
-    cluster.create("web", "always_on");
-    cluster.run("web", 1, "n0");
-    wait("the address is known", || {
-        cluster.machine("web")["status"]["addresses"] == json!(["10.0.0.7", "fd00::7"])
-    });
-    // Another node may have a VM with the same address.
-    assert!(cluster.pod("web-1")["status"]["podIP"].is_null());
-    wait("it is ready", || {
-        let conditions = cluster.machine("web")["status"]["conditions"].clone();
-        conditions
-            .as_array()
-            .unwrap()
-            .iter()
-            .any(|one| one["type"] == "Ready" && one["status"] == "True")
-    });
-    let vm = &cluster.vmmds[0].state.vms()[0];
-    let metadata = vm.metadata.as_ref().unwrap();
-    assert!(metadata.name.starts_with("shop-web-"), "{}", metadata.name);
-    assert_eq!(
-        metadata.labels["vmmd.dev/machine-uid"],
-        cluster.machine("web")["metadata"]["uid"].as_str().unwrap()
-    );
-    cluster.delete_machine("web");
-    wait("the machine is gone", || cluster.machine("web").is_null());
-    assert!(cluster.pods().is_empty());
-    assert!(cluster.vmmds[0].state.vms().is_empty());
-}
-
-#[test]
-fn evicted_vm_runs_elsewhere_after_its_stop() {
-    let cluster = Cluster::start(2);
-    let _controller = cluster.controller();
-    let _agents = [cluster.agent(0), cluster.agent(1)];
-    cluster.create("web", "always_on_unless_stopped");
-    cluster.run("web", 1, "n0");
-    cluster.delete_pod("web-1", None);
-    cluster.run("web", 2, "n1");
-    assert!(cluster.vmmds[0].state.vms().is_empty());
-    assert_eq!(cluster.ledger.epochs(), [1, 2]);
-    assert!(cluster.ledger.twice().is_empty());
-}
-
-#[test]
-fn vm_of_a_lost_node_starts_elsewhere_only_when_it_is_gone() {
-    let cluster = Cluster::start(2);
-    let _controller = cluster.controller();
-    let lost = cluster.agent(0);
-    let _other = cluster.agent(1);
-    cluster.create("web", "always_on");
-    cluster.run("web", 1, "n0");
-    lost.kill();
-    // As the node controller does.
-    let unknown = json!({"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}});
-    cluster
-        .api
-        .store(|store| store.patch(&api::node("n0"), "status", &unknown))
-        .unwrap();
-    cluster.delete_pod("web-1", Some(0));
-    wait("the status says that nothing is known", || {
-        cluster.machine("web")["status"]["phase"] == "Unknown"
-    });
-    let text = cluster.machine("web")["status"]["conditions"].to_string();
-    assert!(text.contains("NodeUnreachable"), "{text}");
-    assert_eq!(cluster.machine("web")["status"]["epoch"], 1);
-    let _back = cluster.agent(0);
-    cluster.run("web", 2, "n1");
-    assert!(cluster.vmmds[0].state.vms().is_empty());
-    assert!(cluster.ledger.twice().is_empty());
-}
-
-#[test]
 fn a_pod_that_was_never_bound_can_be_deleted() {
     let cluster = Cluster::start(0);
     let _controller = cluster.controller();
@@ -121,7 +46,7 @@ fn pod_without_a_node_is_deleted_after_a_failed_request() {
 fn refused_pod_is_in_the_status_and_created_when_allowed() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
-    let _agent = cluster.agent(0);
+    let (_agent, _kubelet) = (cluster.agent(0), cluster.kubelet(0));
     let quota = &cluster.api.inner.quota;
     *lock(quota) = Some("exceeded quota: vms".to_owned());
     cluster.create("web", "always_on");
@@ -161,10 +86,11 @@ fn refused_pod_is_in_the_status_and_created_when_allowed() {
 fn pod_deleted_during_an_outage_is_noticed_by_the_next_list() {
     let mut cluster = Cluster::start(1);
     let _controller = cluster.controller();
-    let agent = cluster.agent(0);
+    let _agent = cluster.agent(0);
+    let kubelet = cluster.kubelet(0);
     cluster.create("web", "always_on");
     cluster.run("web", 1, "n0");
-    agent.kill();
+    drop(kubelet);
     cluster.delete_pod("web-1", None);
     wait("the machine is stopping", || {
         cluster.machine("web")["status"]["phase"] == "Stopping"
@@ -183,7 +109,7 @@ fn pod_deleted_during_an_outage_is_noticed_by_the_next_list() {
 fn a_late_pod_of_an_earlier_run_goes_away() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
-    let _agent = cluster.agent(0);
+    let (_agent, _kubelet) = (cluster.agent(0), cluster.kubelet(0));
     cluster.create("web", "always_on");
     cluster.run("web", 1, "n0");
     let late = cluster.pod("web-1");
@@ -209,7 +135,7 @@ fn another_controller_takes_over() {
     };
     wait("a lease", || lease().is_ok());
     let _second = cluster.elected_controller();
-    let _agent = cluster.agent(0);
+    let (_agent, _kubelet) = (cluster.agent(0), cluster.kubelet(0));
     cluster.create("web", "always_on");
     cluster.run("web", 1, "n0");
     let holder = lease().unwrap()["spec"]["holderIdentity"].clone();
@@ -268,7 +194,7 @@ fn controller_ends_on_request_with_and_without_the_lease() {
 fn two_controllers_that_both_work_do_no_harm() {
     let cluster = Cluster::start(1);
     let _controllers = [cluster.controller(), cluster.controller()];
-    let _agent = cluster.agent(0);
+    let (_agent, _kubelet) = (cluster.agent(0), cluster.kubelet(0));
     for index in 0..5 {
         cluster.create(&format!("m{index}"), "always_on");
     }
@@ -303,7 +229,7 @@ fn invalid_spec_is_in_the_status_and_retried_after_a_fix() {
 fn a_cluster_at_rest_asks_nothing() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
-    let _agent = cluster.agent(0);
+    let (_agent, _kubelet) = (cluster.agent(0), cluster.kubelet(0));
     for index in 0..3 {
         let name = format!("m{index}");
         cluster.create(&name, "always_on");

@@ -41,10 +41,10 @@ fn uid(cluster: &Cluster, pod: &str) -> String {
 #[test]
 fn run_of_a_machine_is_a_vm_in_an_ordinary_pod() {
     let cluster = Cluster::start(1);
-    let (_controller, _agent) = (cluster.launcher_controller(), cluster.pod_agent(0));
+    let (_controller, _agent) = (cluster.controller(), cluster.agent(0));
     let _kubelet = cluster.kubelet(0);
     let state = &cluster.vmmds[0].state;
-    cluster.create_launched("web", "always_on_unless_stopped", |spec| {
+    cluster.create_with("web", "always_on_unless_stopped", |spec| {
         spec["vm"]["cloudInit"] = json!({});
         spec["cloudInitFrom"] = json!({"passwordHash": {"secretKeyRef": {"name": "login", "key": "hash"}}});
     });
@@ -111,10 +111,10 @@ fn run_of_a_machine_is_a_vm_in_an_ordinary_pod() {
 #[test]
 fn deleted_pod_ends_its_vm_and_the_next_run_begins() {
     let cluster = Cluster::start(2);
-    let _controller = cluster.launcher_controller();
-    let (_one, _two) = (cluster.pod_agent(0), cluster.pod_agent(1));
+    let _controller = cluster.controller();
+    let (_one, _two) = (cluster.agent(0), cluster.agent(1));
     let _kubelets = [cluster.kubelet(0), cluster.kubelet(1)];
-    cluster.create_launched("web", "always_on_unless_stopped", |_| {});
+    cluster.create("web", "always_on_unless_stopped");
     cluster.run("web", 1, "n0");
     cluster.delete_pod("web-1", None);
     cluster.run("web", 2, "n1");
@@ -128,10 +128,10 @@ fn deleted_pod_ends_its_vm_and_the_next_run_begins() {
 #[test]
 fn lost_node_keeps_its_run_even_after_a_forced_deletion() {
     let cluster = Cluster::start(2);
-    let _controller = cluster.launcher_controller();
-    let (_one, _two) = (cluster.pod_agent(0), cluster.pod_agent(1));
+    let _controller = cluster.controller();
+    let (_one, _two) = (cluster.agent(0), cluster.agent(1));
     let kubelet = cluster.kubelet(0);
-    cluster.create_launched("web", "always_on", |_| {});
+    cluster.create("web", "always_on");
     cluster.run("web", 1, "n0");
     kubelet.away.store(true, std::sync::atomic::Ordering::SeqCst);
     // As the controller of nodes and the garbage collector of pods do.
@@ -167,7 +167,7 @@ fn lost_node_keeps_its_run_even_after_a_forced_deletion() {
 #[test]
 fn pod_that_no_machine_names_gets_no_vm() {
     let cluster = Cluster::start(1);
-    let _agent = cluster.pod_agent(0);
+    let _agent = cluster.agent(0);
     let state = &cluster.vmmds[0].state;
     let launcher = |vm: &str, run: i64, uid: &str| vmmd_api::v1::Pod {
         uid: uid.to_owned(),
@@ -177,7 +177,7 @@ fn pod_that_no_machine_names_gets_no_vm() {
         run,
         ..vmmd_api::v1::Pod::default()
     };
-    cluster.create_launched("web", "always_on", |_| {});
+    cluster.create("web", "always_on");
     let status =
         json!({"status": {"epoch": 2, "run": {"pod": "web-2", "podUid": "p-2", "digest": "x", "epoch": 2}}});
     let key = api::machine("shop", "web");
@@ -215,8 +215,8 @@ fn pod_that_no_machine_names_gets_no_vm() {
 #[test]
 fn agent_reads_virtual_machines_and_writes_events_only() {
     let cluster = Cluster::start(1);
-    let controller = cluster.launcher_controller();
-    cluster.create_launched("web", "always_on", |_| {});
+    let controller = cluster.controller();
+    cluster.create("web", "always_on");
     wait("a pod", || cluster.pod("web-1")["metadata"]["uid"].is_string());
     wait("it is noted", || {
         cluster.machine("web")["status"]["run"]["podUid"].is_string()
@@ -225,7 +225,7 @@ fn agent_reads_virtual_machines_and_writes_events_only() {
     assert!(cluster.bind("web-1", "n0"));
     lock(&cluster.api.inner.requests).clear();
     let _kubelet = cluster.kubelet(0);
-    let _agent = cluster.pod_agent(0);
+    let _agent = cluster.agent(0);
     let state = &cluster.vmmds[0].state;
     wait("a VM", || !state.vms().is_empty());
     wait("an event", || {
@@ -235,6 +235,8 @@ fn agent_reads_virtual_machines_and_writes_events_only() {
     let requests = lock(&cluster.api.inner.requests).clone();
     let allowed = |request: &String| {
         request == "GET /apis/vmmd.dev/v1alpha1/namespaces/shop/virtualmachines/web"
+            // The VMs that leave the node.
+            || request == "GET /apis/vmmd.dev/v1alpha1/virtualmachines"
             || request.starts_with("POST /apis/events.k8s.io/v1/namespaces/shop/events")
             || request.starts_with("PATCH /apis/events.k8s.io/v1/namespaces/shop/events")
     };
@@ -245,9 +247,9 @@ fn agent_reads_virtual_machines_and_writes_events_only() {
 #[test]
 fn changed_spec_replaces_a_run_that_has_no_vm() {
     let cluster = Cluster::start(1);
-    let _controller = cluster.launcher_controller();
+    let _controller = cluster.controller();
     let _kubelet = cluster.kubelet(0);
-    cluster.create_launched("web", "manual", |_| {});
+    cluster.create("web", "manual");
     cluster.annotate("web", "vmmd.dev/start", "1");
     wait("a pod", || cluster.pod("web-1").is_object());
     wait("it is noted", || {
@@ -258,7 +260,7 @@ fn changed_spec_replaces_a_run_that_has_no_vm() {
     let change = json!({"spec": {"vm": {"cpu": {"cores": 2}}}});
     cluster.api.store(|store| store.patch(&key, "", &change)).unwrap();
     assert!(cluster.bind("web-1", "n0"));
-    let _agent = cluster.pod_agent(0);
+    let _agent = cluster.agent(0);
     cluster.run("web", 2, "n0");
     let spec = cluster.vmmds[0].state.vms()[0].spec.clone().unwrap();
     assert_eq!(spec.cpu.unwrap().cores, 2);
@@ -269,7 +271,7 @@ fn changed_spec_replaces_a_run_that_has_no_vm() {
 #[test]
 fn image_is_imported_with_the_passwords_of_the_pod() {
     let cluster = Cluster::start(1);
-    let (_controller, _agent) = (cluster.launcher_controller(), cluster.pod_agent(0));
+    let (_controller, _agent) = (cluster.controller(), cluster.agent(0));
     let _kubelet = cluster.kubelet(0);
     let state = &cluster.vmmds[0].state;
     let config = json!({"auths": {"registry.example": {"username": "ci", "password": "one"}}});
@@ -280,7 +282,7 @@ fn image_is_imported_with_the_passwords_of_the_pod() {
         "pull",
         json!({"data": {".dockerconfigjson": serde_json::to_value(config).unwrap()}}),
     );
-    cluster.create_launched("web", "always_on", |spec| {
+    cluster.create_with("web", "always_on", |spec| {
         spec["imagePullSecrets"] = json!([{"name": "pull"}]);
         spec["volumes"] = json!([{"name": "root", "containerDisk": {"image": "registry.example/debian:13"}}]);
     });
@@ -306,7 +308,7 @@ fn image_is_imported_with_the_passwords_of_the_pod() {
 #[test]
 fn claims_are_volumes_of_the_pod_by_their_mode() {
     let cluster = Cluster::start(1);
-    let (_controller, _agent) = (cluster.launcher_controller(), cluster.pod_agent(0));
+    let (_controller, _agent) = (cluster.controller(), cluster.agent(0));
     let _kubelet = cluster.kubelet(0);
     put(
         &cluster,
@@ -314,7 +316,7 @@ fn claims_are_volumes_of_the_pod_by_their_mode() {
         "data",
         json!({"spec": {"volumeMode": "Block"}}),
     );
-    cluster.create_launched("web", "always_on", |spec| {
+    cluster.create_with("web", "always_on", |spec| {
         spec["vm"]["disks"] = json!([{"name": "root"}, {"name": "data"}]);
         spec["vm"]["shares"] = json!([{"name": "site"}]);
         spec["volumes"] = json!([
@@ -356,29 +358,12 @@ fn claims_are_volumes_of_the_pod_by_their_mode() {
 }
 
 #[test]
-fn request_to_move_a_vm_is_refused_by_a_condition() {
-    let cluster = Cluster::start(1);
-    let (_controller, _agent) = (cluster.launcher_controller(), cluster.pod_agent(0));
-    let _kubelet = cluster.kubelet(0);
-    cluster.create_launched("web", "always_on", |_| {});
-    cluster.run("web", 1, "n0");
-    cluster.annotate("web", "vmmd.dev/migrate", "1");
-    wait("the condition", || {
-        let conditions = cluster.machine("web")["status"]["conditions"].clone();
-        let mut conditions = conditions.as_array().unwrap().iter();
-        conditions.any(|one| one["type"] == "Migrated" && one["reason"] == "NotSupported")
-    });
-    assert_eq!(phase(&cluster, "web"), "Running");
-    assert_eq!(cluster.pods().len(), 1);
-}
-
-#[test]
 fn vm_stays_over_a_restart_of_vmmd_and_ends_with_its_launcher() {
     let mut cluster = Cluster::start(1);
-    let _controller = cluster.launcher_controller();
-    let agent = cluster.pod_agent(0);
+    let _controller = cluster.controller();
+    let agent = cluster.agent(0);
     let kubelet = cluster.kubelet(0);
-    cluster.create_launched("web", "manual", |_| {});
+    cluster.create("web", "manual");
     cluster.annotate("web", "vmmd.dev/start", "1");
     cluster.run("web", 1, "n0");
     // vmmd, the kubelet and the agent restart.
@@ -389,7 +374,7 @@ fn vm_stays_over_a_restart_of_vmmd_and_ends_with_its_launcher() {
     let state = cluster.vmmds[0].state.clone();
     state.pods.disconnect(&pod);
     cluster.vmmds[0].resume();
-    let _agent = cluster.pod_agent(0);
+    let _agent = cluster.agent(0);
     let calls = state.calls().len();
     wait("the agent is at work", || {
         let folder = cluster.vmmds[0].plugins();
@@ -419,10 +404,10 @@ fn agent_that_is_killed_at_each_step_makes_one_vm() {
 /// A run from its beginning to its end, in which the agent is killed at this call. Returns all calls.
 fn run_with_a_kill(at: Option<usize>) -> Vec<String> {
     let cluster = Cluster::start(1);
-    let _controller = cluster.launcher_controller();
+    let _controller = cluster.controller();
     let _kubelet = cluster.kubelet(0);
-    let mut agent = cluster.pod_agent(0);
-    cluster.create_launched("web", "manual", |_| {});
+    let mut agent = cluster.agent(0);
+    cluster.create("web", "manual");
     let pid = agent.pid();
     let (send, killed) = std::sync::mpsc::channel();
     cluster.ledger.trap.arm(at.unwrap_or(usize::MAX), move |_| {
@@ -433,7 +418,7 @@ fn run_with_a_kill(at: Option<usize>) -> Vec<String> {
     cluster.annotate("web", "vmmd.dev/start", "1");
     let mut revive = || {
         if killed.try_recv().is_ok() {
-            agent = cluster.pod_agent(0);
+            agent = cluster.agent(0);
         }
     };
     wait("a pod", || {

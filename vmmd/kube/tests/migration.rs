@@ -1,9 +1,6 @@
-//! VMs are moved to other nodes: when their node is drained, and by request.
+//! VMs are moved to other nodes: away from a cordoned node, and by request.
 
-use std::{
-    sync::{Mutex, mpsc},
-    time::Duration,
-};
+use std::sync::mpsc;
 
 use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
@@ -11,436 +8,366 @@ use vmmd_api::v1::{ExitReason, VmPhase};
 
 use crate::mock::{
     Cluster, Program, api,
+    kubelet::Kubelet,
     migration::{Hold, refused},
+    pods::not_connected,
     trap::Verdict,
     vmmd::lock,
     wait,
 };
-
-/// Evicts a pod, as a drain of its node does.
-fn evict(cluster: &Cluster, pod: &str, node: &str) {
-    cluster.cordon(node, true);
-    cluster.delete_pod(pod, None);
-}
-
-fn bind(cluster: &Cluster, pod: &str, node: &str) {
-    wait(&format!("pod {pod}"), || cluster.pod(pod).is_object());
-    assert!(cluster.bind(pod, node));
-}
-
-fn migration(cluster: &Cluster, machine: &str) -> Value {
-    cluster.machine(machine)["status"]["migration"].clone()
-}
-
-/// Waits until the one VM runs there, and nothing else is left of its runs.
-fn settled(cluster: &Cluster, machine: &str, pod: &str, node: usize) {
-    wait(&format!("{machine} runs as {pod}"), || {
-        let status = cluster.machine(machine)["status"].clone();
-        status["phase"] == "Running"
-            && status["run"]["pod"] == pod
-            && status["node"] == format!("n{node}")
-            && cluster.pods().len() == 1
-            && cluster.pod(pod)["status"]["phase"] == "Running"
-    });
-    wait("one VM is left", || {
-        let vms = cluster.vmmds.iter().map(|vmmd| vmmd.state.vms().len());
-        vms.enumerate()
-            .all(|(index, count)| count == usize::from(index == node))
-    });
-    let vm = &cluster.vmmds[node].state.vms()[0];
-    assert_eq!(vm.status.as_ref().unwrap().phase(), VmPhase::Running);
-    let metadata = vm.metadata.as_ref().unwrap();
-    let uid = cluster.pod(pod)["metadata"]["uid"].as_str().unwrap().to_owned();
-    assert_eq!(metadata.labels["vmmd.dev/pod-uid"], uid);
-    assert_eq!(metadata.labels["vmmd.dev/node"], format!("n{node}"));
-    assert_eq!(metadata.annotations["vmmd.dev/pod"], format!("shop/{pod}"));
-    assert!(cluster.ledger.twice().is_empty());
-}
-
-fn moves(cluster: &Cluster) -> Vec<(String, String)> {
-    cluster.ledger.moves()
-}
-
-fn moved(from: &str, to: &str) -> (String, String) {
-    (from.to_owned(), to.to_owned())
-}
 
 /// A cluster of two nodes with one VM on the first one, and its programs.
 struct Scene {
     cluster: Cluster,
     agents: [Option<Program>; 2],
     controller: Option<Program>,
+    _kubelets: [Kubelet; 2],
+}
+
+/// With a disk that both nodes reach.
+fn shared(spec: &mut Value) {
+    spec["volumes"] = json!([{"name": "root", "persistentVolumeClaim": {"claimName": "root"}}]);
 }
 
 impl Scene {
     fn new(policy: &str, change: impl FnOnce(&mut Value)) -> Self {
+        Self::with_claim("ReadWriteMany", "v1", policy, change)
+    }
+
+    fn with_claim(mode: &str, version: &'static str, policy: &str, change: impl FnOnce(&mut Value)) -> Self {
         let cluster = Cluster::start(2);
-        let controller = Some(cluster.controller());
-        let agents = [0, 1].map(|node| Some(cluster.agent(node)));
-        for node in ["n0", "n1"] {
-            wait("the nodes", || {
-                cluster.api.store(|store| store.get(&api::node(node))).is_ok()
-            });
-        }
-        cluster.create_with("web", policy, change);
+        *lock(&cluster.api.inner.policy) = version;
+        cluster.create_claim("root", mode);
+        cluster.create_with("web", policy, |spec| {
+            shared(spec);
+            change(spec);
+        });
         cluster.annotate("web", "vmmd.dev/start", "1");
-        cluster.run("web", 1, "n0");
-        Self {
+        let scene = Self {
+            agents: [0, 1].map(|node| Some(cluster.agent(node))),
+            controller: Some(cluster.controller()),
+            _kubelets: [0, 1].map(|node| cluster.kubelet(node)),
             cluster,
-            agents,
-            controller,
-        }
+        };
+        scene.cluster.run("web", 1, "n0");
+        scene
+    }
+
+    fn migration(&self) -> Value {
+        self.cluster.machine("web")["status"]["migration"].clone()
+    }
+
+    fn bind(&self, pod: &str, node: &str) {
+        wait(&format!("pod {pod}"), || self.cluster.pod(pod).is_object());
+        assert!(self.cluster.bind(pod, node));
+    }
+
+    /// Waits until the last migration has failed for this reason.
+    fn fails(&self, reason: &str) {
+        wait(reason, || {
+            let migration = self.migration();
+            migration["phase"] == "Failed" && migration["reason"] == reason
+        });
+    }
+
+    /// Waits until the one VM runs there, and nothing else is left of its runs.
+    fn settled(&self, pod: &str, node: usize) {
+        settled(&self.cluster, pod, node);
+    }
+
+    /// Whether there is the budget of the VM.
+    fn budget(&self, version: &str) -> Value {
+        let all = api::budget(version, "shop", "");
+        let found = self.cluster.api.store(|store| store.list(&all));
+        assert!(found.len() <= 1, "{found:?}");
+        found.into_iter().next().unwrap_or_default()
+    }
+
+    /// Reasons of the events at the VirtualMachine.
+    fn has_event(&self, reason: &str) -> bool {
+        let events = self.cluster.api.store(|store| store.list(&api::events("shop")));
+        let mut of_it = events
+            .iter()
+            .filter(|event| event["regarding"]["kind"] == "VirtualMachine");
+        of_it.any(|event| event["reason"] == reason)
+    }
+
+    fn migrate_calls(&self) -> usize {
+        let calls = self.cluster.vmmds[0].state.calls();
+        calls.iter().filter(|call| call.starts_with("migrate ")).count()
     }
 }
 
+fn settled(cluster: &Cluster, pod: &str, node: usize) {
+    wait(&format!("web runs as {pod}"), || {
+        let machine = cluster.machine("web");
+        let status = &machine["status"];
+        status["phase"] == "Running"
+            && status["run"]["pod"] == pod
+            && status["node"] == format!("n{node}")
+            && cluster.pods().len() == 1
+            && machine["metadata"]["labels"]["vmmd.dev/migrating-from"].is_null()
+    });
+    let uid = cluster.pod(pod)["metadata"]["uid"].as_str().unwrap().to_owned();
+    wait("one VM is left, which is that of its agent", || {
+        let vms = cluster.vmmds.iter().map(|vmmd| vmmd.state.vms());
+        vms.enumerate().all(|(index, vms)| {
+            let marked = vms.iter().all(|vm| {
+                let metadata = vm.metadata.as_ref().unwrap();
+                metadata.labels["vmmd.dev/pod-uid"] == uid
+                    && metadata.labels["vmmd.dev/node"] == format!("n{node}")
+                    && metadata.annotations["vmmd.dev/pod"] == format!("shop/{pod}")
+                    && vm.status.as_ref().unwrap().phase() == VmPhase::Running
+            });
+            vms.len() == usize::from(index == node) && marked
+        })
+    });
+    assert_eq!(cluster.ledger.twice(), Vec::<String>::new());
+}
+
+fn moved(from: &str, to: &str) -> (String, String) {
+    (from.to_owned(), to.to_owned())
+}
+
 #[test]
-fn a_vm_of_a_drained_node_is_moved_and_runs_on() {
+fn vm_leaves_a_cordoned_node_and_continues_to_run() {
     let scene = Scene::new("always_on", |_| {});
     let cluster = &scene.cluster;
     let before = cluster.vmmds[0].state.vms()[0].metadata.clone().unwrap();
-    let node = cluster.api.store(|store| store.get(&api::node("n1"))).unwrap();
-    assert_eq!(node["metadata"]["labels"]["vmmd.dev/migration"], "");
-    evict(cluster, "web-1", "n0");
-    wait("the second pod", || cluster.pod("web-2").is_object());
-    let required = "requiredDuringSchedulingIgnoredDuringExecution";
-    assert_eq!(
-        cluster.pod("web-2")["spec"]["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"],
-        json!([{"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["n0"]}]}])
-    );
+    wait("a budget", || scene.budget("v1").is_object());
+    let budget = scene.budget("v1");
+    let machine = cluster.machine("web")["metadata"]["uid"].clone();
+    let wanted = json!({"minAvailable": 1, "selector": {"matchLabels": {"vmmd.dev/machine-uid": machine}}});
+    assert_eq!(budget["spec"], wanted);
+    assert_eq!(budget["metadata"]["ownerReferences"][0]["uid"], machine);
+    cluster.cordon("n0", true);
     wait("the phase", || {
         cluster.machine("web")["status"]["phase"] == "Migrating"
     });
-    bind(cluster, "web-2", "n1");
-    settled(cluster, "web", "web-2", 1);
-    assert_eq!(moves(cluster), [moved("n0", "n1")]);
+    let from = cluster.machine("web")["metadata"]["labels"]["vmmd.dev/migrating-from"].clone();
+    assert_eq!(from, "n0");
+    scene.bind("web-2", "n1");
+    scene.settled("web-2", 1);
+    assert_eq!(cluster.ledger.moves(), [moved("n0", "n1")]);
     assert_eq!(cluster.ledger.epochs(), [1], "it was started once");
     let after = cluster.vmmds[1].state.vms()[0].metadata.clone().unwrap();
-    assert_eq!((after.name, after.uid), (before.name, before.uid));
-    assert!(!after.annotations.contains_key("vmmd.dev/moving-to"));
-    assert_eq!(migration(cluster, "web")["phase"], "Succeeded");
-    let events = cluster.api.store(|store| store.list(&api::events("shop")));
+    assert_eq!((after.name, after.uid), (before.name.clone(), before.uid));
+    assert_eq!(scene.migration()["phase"], "Succeeded");
     for reason in ["MigrationPlanned", "Migrating", "Migrated"] {
-        assert!(events.iter().any(|event| event["reason"] == reason), "{reason}");
+        assert!(scene.has_event(reason), "{reason}");
     }
     // Its next end is that of any run.
-    let name = cluster.vmmds[1].state.vms()[0].metadata.clone().unwrap().name;
-    cluster.vmmds[1].state.end(&name, ExitReason::Stopped);
+    cluster.vmmds[1].state.end(&before.name, ExitReason::Stopped);
     cluster.run("web", 3, "n1");
     cluster.delete_machine("web");
     wait("nothing is left", || {
-        cluster.machine("web").is_null() && cluster.pods().is_empty()
+        let vms = cluster.vmmds.iter().map(|vmmd| vmmd.state.vms().len());
+        cluster.machine("web").is_null() && cluster.pods().is_empty() && vms.sum::<usize>() == 0
     });
-    assert!(cluster.vmmds.iter().all(|vmmd| vmmd.state.vms().is_empty()));
 }
 
 #[test]
-fn a_pod_that_is_deleted_is_no_eviction() {
-    let scene = Scene::new("always_on", |_| {});
-    let cluster = &scene.cluster;
-    cluster.delete_pod("web-1", None);
-    cluster.run("web", 2, "n1");
-    assert!(moves(cluster).is_empty());
-    // The Eviction API of Kubernetes 1.26 says that it is one.
-    let condition = json!({"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"});
-    let patch = json!({"status": {"conditions": [condition]}});
-    let key = api::pod("shop", "web-2");
-    cluster
-        .api
-        .store(|store| {
-            store.patch(&key, "status", &patch)?;
-            store.delete(&key, &crate::mock::store::Deletion::default())
-        })
-        .unwrap();
-    bind(cluster, "web-3", "n0");
-    settled(cluster, "web", "web-3", 0);
-    assert_eq!(moves(cluster), [moved("n1", "n0")]);
-}
-
-#[test]
-fn a_vm_is_moved_by_annotation_to_and_fro() {
+fn vm_is_moved_by_annotation_to_and_fro() {
     let scene = Scene::new("manual", |_| {});
-    let cluster = &scene.cluster;
     for (turn, (pod, node)) in [("web-2", 1), ("web-3", 0), ("web-4", 1)].into_iter().enumerate() {
-        cluster.annotate("web", "vmmd.dev/migrate", &turn.to_string());
-        bind(cluster, pod, &format!("n{node}"));
-        settled(cluster, "web", pod, node);
+        scene
+            .cluster
+            .annotate("web", "vmmd.dev/migrate", &turn.to_string());
+        scene.bind(pod, &format!("n{node}"));
+        scene.settled(pod, node);
     }
-    assert_eq!(cluster.ledger.epochs(), [1]);
-    assert_eq!(moves(cluster).len(), 3);
+    assert_eq!(scene.cluster.ledger.epochs(), [1]);
+    assert_eq!(scene.cluster.ledger.moves().len(), 3);
 }
 
 #[test]
-fn a_vm_that_vmmd_does_not_move_stays_when_it_was_asked_for() {
-    let scene = Scene::new("always_on", |_| {});
-    let cluster = &scene.cluster;
-    let moves_of_source = &cluster.vmmds[0].state.moves;
-    *lock(&moves_of_source.refusal) = Some(refused("MIGRATION_DISKS", "disk root is a qcow2 image"));
-    cluster.annotate("web", "vmmd.dev/migrate", "1");
-    bind(cluster, "web-2", "n1");
-    wait("it is said", || {
-        migration(cluster, "web")["reason"] == "MigrationDisks"
-    });
-    settled(cluster, "web", "web-1", 0);
-    *lock(&moves_of_source.refusal) = None;
-    *lock(&moves_of_source.failure) = Some("its memory changes too fast".to_owned());
-    cluster.annotate("web", "vmmd.dev/migrate", "2");
-    bind(cluster, "web-3", "n1");
-    wait("it is said", || {
-        migration(cluster, "web")["message"] == "its memory changes too fast"
-    });
-    settled(cluster, "web", "web-1", 0);
-    *lock(&moves_of_source.failure) = None;
-    cluster.annotate("web", "vmmd.dev/migrate", "3");
-    bind(cluster, "web-4", "n1");
-    settled(cluster, "web", "web-4", 1);
-    assert_eq!(cluster.ledger.epochs(), [1]);
+fn vm_with_the_volume_of_one_node_may_be_evicted() {
+    let scene = Scene::with_claim("ReadWriteOnce", "v1", "always_on", |_| {});
+    scene.cluster.annotate("web", "vmmd.dev/migrate", "1");
+    scene.fails("VolumeNotShared");
+    scene.cluster.cordon("n0", true);
+    scene.cluster.delete_pod("web-1", None);
+    scene.cluster.run("web", 2, "n1");
+    assert!(scene.budget("v1").is_null());
+    assert!(scene.cluster.ledger.moves().is_empty());
 }
 
 #[test]
-fn vm_that_cannot_migrate_is_stopped_with_grace_and_restarted() {
-    let scene = Scene::new("always_on", |spec| {
-        spec["terminationGracePeriodSeconds"] = 20.into();
+fn policy_to_stop_has_no_budget_and_ignores_a_cordon() {
+    let scene = Scene::with_claim("ReadWriteMany", "v1beta1", "always_on", |_| {});
+    wait("a budget of the old version", || {
+        scene.budget("v1beta1").is_object()
     });
-    let cluster = &scene.cluster;
-    let source = &cluster.vmmds[0].state;
-    *lock(&source.moves.hold) = Hold::Offered;
-    *lock(&source.stubborn) = true;
-    evict(cluster, "web-1", "n0");
-    bind(cluster, "web-2", "n1");
-    wait("it is moved", || {
-        source.calls().iter().any(|call| call.starts_with("migrate "))
-    });
-    // More than half of the guest's time.
-    std::thread::sleep(Duration::from_secs(11));
-    assert!(!source.calls().iter().any(|call| call.starts_with("stop ")));
-    cluster.vmmds[1]
-        .state
-        .moves
-        .lives
-        .fetch_add(1, std::sync::atomic::Ordering::SeqCst);
-    cluster.run("web", 3, "n1");
-    settled(cluster, "web", "web-3", 1);
-    let calls = source.calls();
-    let stop = calls.iter().find(|call| call.starts_with("stop ")).unwrap();
-    let grace: i64 = stop.rsplit('=').next().unwrap().parse().unwrap();
-    assert!((11..=20).contains(&grace), "{stop}");
-    assert_eq!(cluster.ledger.epochs(), [1, 3]);
-    let events = cluster.api.store(|store| store.list(&api::events("shop")));
-    let said = events
-        .iter()
-        .find(|event| event["reason"] == "NotMigrated")
-        .unwrap();
-    assert!(
-        said["note"].as_str().unwrap().contains("a daemon was restarted"),
-        "{said}"
-    );
-}
-
-#[test]
-fn who_wants_no_migration_has_none() {
-    let scene = Scene::new("always_on", |spec| {
-        spec["migration"] = json!({"eviction": "Stop"});
-    });
-    let cluster = &scene.cluster;
-    evict(cluster, "web-1", "n0");
-    cluster.run("web", 2, "n1");
-    assert!(moves(cluster).is_empty());
-    assert_eq!(migration(cluster, "web")["reason"], "StoppedByPolicy");
-    // Nor is a migration made when the guest has no time.
-    let patch = json!({"spec": {"migration": null}});
     let key = api::machine("shop", "web");
-    cluster.api.store(|store| store.patch(&key, "", &patch)).unwrap();
-    cluster.cordon("n1", true);
-    cluster.delete_pod("web-2", Some(0));
-    cluster.run("web", 3, "n0");
-    assert!(moves(cluster).is_empty());
+    let stop = json!({"spec": {"migration": {"eviction": "Stop"}}});
+    let cluster = &scene.cluster;
+    cluster.api.store(|store| store.patch(&key, "", &stop)).unwrap();
+    wait("no budget", || scene.budget("v1beta1").is_null());
+    cluster.cordon("n0", true);
+    cluster.annotate("web", "note", "1");
+    wait("the change is known", || {
+        let machine = cluster.machine("web");
+        machine["status"]["observedGeneration"] == machine["metadata"]["generation"]
+    });
+    assert!(scene.migration().is_null());
 }
 
 #[test]
-fn deletion_of_the_second_pod_ends_an_unfinished_migration() {
+fn second_pod_that_is_refused_leaves_the_vm_where_it_is() {
     let scene = Scene::new("always_on", |_| {});
-    let cluster = &scene.cluster;
-    cluster.annotate("web", "vmmd.dev/migrate", "1");
-    wait("the second pod", || {
-        migration(cluster, "web")["podUid"].is_string() && cluster.pod("web-2").is_object()
-    });
-    cluster.delete_pod("web-2", None);
-    wait("it is said", || {
-        migration(cluster, "web")["reason"] == "TargetGone"
-    });
-    settled(cluster, "web", "web-1", 0);
-    *lock(&cluster.vmmds[0].state.moves.hold) = Hold::Given;
-    cluster.annotate("web", "vmmd.dev/migrate", "2");
-    bind(cluster, "web-3", "n1");
-    let source = &cluster.vmmds[0].state;
-    wait("it is handed over", || {
-        source.vms()[0].status.as_ref().unwrap().reason == "HandedOver"
-    });
-    cluster.delete_pod("web-3", None);
-    *lock(&source.moves.hold) = Hold::Nowhere;
-    // The run is that of the deleted pod: the VM is stopped where it has come to, and there is another one.
-    cluster.run("web", 4, "n0");
-    settled(cluster, "web", "web-4", 0);
-    assert_eq!(cluster.ledger.epochs(), [1, 4]);
+    *lock(&scene.cluster.api.inner.quota) = Some("exceeded quota: vms".to_owned());
+    scene.cluster.annotate("web", "vmmd.dev/migrate", "1");
+    scene.fails("TargetRefused");
+    assert_eq!(scene.migration()["message"], "exceeded quota: vms");
+    scene.settled("web-1", 0);
+    *lock(&scene.cluster.api.inner.quota) = None;
+    scene.cluster.annotate("web", "vmmd.dev/migrate", "2");
+    scene.bind("web-3", "n1");
+    scene.settled("web-3", 1);
 }
 
 #[test]
-fn vm_of_a_node_lost_after_the_hand_over_is_of_the_target() {
-    let mut scene = Scene::new("always_on", |_| {});
-    let cluster = &scene.cluster;
-    *lock(&cluster.vmmds[0].state.moves.hold) = Hold::Given;
-    evict(cluster, "web-1", "n0");
-    bind(cluster, "web-2", "n1");
-    let source = &cluster.vmmds[0].state;
-    wait("it is handed over", || {
-        source.vms()[0].status.as_ref().unwrap().reason == "HandedOver"
+fn refusal_of_vmmd_is_an_event_and_one_that_passes_is_repeated() {
+    let scene = Scene::new("always_on", |_| {});
+    let refusal = &scene.cluster.vmmds[0].state.moves.refusal;
+    *lock(refusal) = Some(refused("MIGRATION_DISKS", "disk root is a qcow2 image"));
+    scene.cluster.annotate("web", "vmmd.dev/migrate", "1");
+    scene.bind("web-2", "n1");
+    wait("an event", || scene.has_event("MigrationDisks"));
+    let uid = scene.cluster.pod("web-2")["metadata"]["uid"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    wait("the launcher waits", || {
+        let reports = scene.cluster.vmmds[1].state.pods.reports(&uid);
+        reports.iter().any(|report| report.1 == "AwaitsMigration")
     });
-    scene.agents[0].take().unwrap().kill();
-    *lock(&source.moves.hold) = Hold::Nowhere;
-    wait("it is the other node's", || {
-        let status = cluster.machine("web")["status"].clone();
-        status["run"]["pod"] == "web-2" && status["phase"] == "Running"
-    });
-    // No run begins elsewhere until the first node has reported the end of its own.
-    let name = cluster.vmmds[1].state.vms()[0].metadata.clone().unwrap().name;
-    cluster.vmmds[1].state.end(&name, ExitReason::Stopped);
-    wait("the run has ended", || {
-        cluster.machine("web")["status"]["run"]["end"] == "StoppedByRequest"
-    });
-    wait("its pod is gone", || cluster.pod("web-2").is_null());
-    assert!(cluster.pod("web-1").is_object());
-    assert!(cluster.pod("web-3").is_null());
-    let _back = cluster.agent(0);
-    cluster.run("web", 3, "n1");
-    settled(cluster, "web", "web-3", 1);
+    scene.cluster.delete_pod("web-2", None);
+    scene.fails("TargetGone");
+    scene.settled("web-1", 0);
+    *lock(refusal) = Some(not_connected());
+    let before = scene.migrate_calls();
+    scene.cluster.annotate("web", "vmmd.dev/migrate", "2");
+    scene.bind("web-3", "n1");
+    wait("it is repeated", || scene.migrate_calls() >= before + 2);
+    *lock(refusal) = None;
+    scene.settled("web-3", 1);
+    assert_eq!(scene.cluster.ledger.epochs(), [1]);
 }
 
-/// Who is killed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Victim {
-    Source,
-    Target,
+#[test]
+fn source_that_ends_meanwhile_ends_the_migration() {
+    let scene = Scene::new("always_on", |_| {});
+    let state = scene.cluster.vmmds[0].state.clone();
+    *lock(&state.moves.hold) = Hold::Offered;
+    scene.cluster.annotate("web", "vmmd.dev/migrate", "1");
+    scene.bind("web-2", "n1");
+    wait("it is offered", || !scene.cluster.vmmds[1].state.vms().is_empty());
+    let name = state.vms()[0].metadata.clone().unwrap().name;
+    state.end(&name, ExitReason::GuestShutdown);
+    scene.fails("SourceGone");
+    scene.cluster.run("web", 3, "n1");
+    scene.settled("web-3", 1);
+    assert_eq!(scene.cluster.ledger.epochs(), [1, 3]);
+}
+
+#[test]
+fn evicted_pod_of_a_moved_vm_keeps_the_result() {
+    let mut scene = Scene::new("always_on", |_| {});
+    let hold = scene.cluster.vmmds[0].state.moves.hold.clone();
+    *lock(&hold) = Hold::Offered;
+    scene.cluster.cordon("n0", true);
+    scene.bind("web-2", "n1");
+    wait("it is offered", || !scene.cluster.vmmds[1].state.vms().is_empty());
+    // The controller is away while the VM is handed over, and a drain evicts the pod.
+    scene.controller = None;
+    *lock(&hold) = Hold::Nowhere;
+    wait("the first pod has ended", || {
+        let pod = scene.cluster.pod("web-1");
+        pod["status"]["containerStatuses"][0]["state"]["terminated"]["message"] == "Migrated"
+    });
+    scene.cluster.delete_pod("web-1", None);
+    scene.controller = Some(scene.cluster.controller());
+    scene.settled("web-2", 1);
+    assert_eq!(scene.cluster.ledger.epochs(), [1]);
+}
+
+#[test]
+fn deletion_of_the_machine_ends_a_migration_and_both_pods() {
+    let scene = Scene::new("always_on", |_| {});
+    *lock(&scene.cluster.vmmds[0].state.moves.hold) = Hold::Offered;
+    scene.cluster.annotate("web", "vmmd.dev/migrate", "1");
+    scene.bind("web-2", "n1");
+    wait("it is offered", || !scene.cluster.vmmds[1].state.vms().is_empty());
+    scene.cluster.delete_machine("web");
+    wait("nothing is left", || {
+        let vms = scene.cluster.vmmds.iter().map(|vmmd| vmmd.state.vms().len());
+        scene.cluster.machine("web").is_null() && scene.cluster.pods().is_empty() && vms.sum::<usize>() == 0
+    });
+    assert!(scene.cluster.ledger.moves().is_empty());
+}
+
+/// Which fault happens at a call: the end of a program, or one of the API server.
+#[derive(Clone, Copy, Debug)]
+enum Fault {
     Controller,
-    ApiBefore,
-    ApiAfter,
-    Vmmd(usize),
+    Agent(usize),
+    Api(Verdict),
 }
 
-const VICTIMS: [Victim; 7] = [
-    Victim::Source,
-    Victim::Target,
-    Victim::Controller,
-    Victim::ApiBefore,
-    Victim::ApiAfter,
-    Victim::Vmmd(0),
-    Victim::Vmmd(1),
-];
+#[test]
+fn vm_is_moved_whatever_fails_at_each_step() {
+    // Counts the calls of a whole migration first.
+    let calls = move_with_a_fault(None).len();
+    let faults = [
+        Fault::Controller,
+        Fault::Agent(0),
+        Fault::Agent(1),
+        Fault::Api(Verdict::Refuse),
+        Fault::Api(Verdict::Lose),
+    ];
+    let long = std::env::var_os("VMMD_LONG").is_some();
+    for at in 0..calls {
+        for (index, fault) in faults.into_iter().enumerate() {
+            // Otherwise one of them.
+            if long || at % faults.len() == index {
+                move_with_a_fault(Some((fault, at)));
+            }
+        }
+    }
+}
 
-/// Drains a node, and kills somebody at that call which changes something. The number of calls.
-fn drain_with_a_kill(at: usize, victim: Victim) -> usize {
-    let mut scene = Scene::new("always_on", |_| {});
+/// A migration with a fault at this call. Returns all calls.
+fn move_with_a_fault(fault: Option<(Fault, usize)>) -> Vec<String> {
+    let mut scene = Scene::new("manual", |_| {});
+    wait("a budget", || scene.budget("v1").is_object());
     let (send, killed) = mpsc::channel();
-    let pid = match victim {
-        Victim::Source => scene.agents[0].as_ref().map(Program::pid),
-        Victim::Target => scene.agents[1].as_ref().map(Program::pid),
-        Victim::Controller => scene.controller.as_ref().map(Program::pid),
-        _ => None,
+    let (pid, verdict) = match fault {
+        None => (None, Verdict::Pass),
+        Some((Fault::Controller, _)) => (scene.controller.as_ref().map(Program::pid), Verdict::Pass),
+        Some((Fault::Agent(node), _)) => (scene.agents[node].as_ref().map(Program::pid), Verdict::Pass),
+        Some((Fault::Api(verdict), _)) => (None, verdict),
     };
-    scene.cluster.ledger.trap.arm(at, move |call| {
+    let at = fault.map_or(usize::MAX, |(_, at)| at);
+    scene.cluster.ledger.trap.arm(at, move |_| {
         if let Some(pid) = pid {
             kill_process(pid, Signal::KILL).unwrap();
+            send.send(()).unwrap();
         }
-        let _ = send.send(call.to_owned());
-        match victim {
-            Victim::ApiBefore => Verdict::Refuse,
-            Victim::ApiAfter => Verdict::Lose,
-            _ => Verdict::Pass,
-        }
+        verdict
     });
-    evict(&scene.cluster, "web-1", "n0");
-    let mut at_call = String::new();
-    let mut mended = |scene: &mut Scene| {
-        let Ok(call) = killed.try_recv() else { return };
-        at_call = call;
-        match victim {
-            Victim::Source => scene.agents[0] = Some(scene.cluster.agent(0)),
-            Victim::Target => scene.agents[1] = Some(scene.cluster.agent(1)),
-            Victim::Controller => scene.controller = Some(scene.cluster.controller()),
-            Victim::ApiBefore | Victim::ApiAfter => {
-                scene.cluster.api.stop();
-                scene.cluster.api.resume();
-            }
-            Victim::Vmmd(node) => {
-                scene.cluster.vmmds[node].stop();
-                scene.cluster.vmmds[node].resume();
+    scene.cluster.cordon("n0", true);
+    wait(&format!("it is moved with {fault:?}"), || {
+        if killed.try_recv().is_ok() {
+            match fault.unwrap().0 {
+                Fault::Agent(node) => scene.agents[node] = Some(scene.cluster.agent(node)),
+                _ => scene.controller = Some(scene.cluster.controller()),
             }
         }
-    };
-    wait(
-        &format!("the machine runs elsewhere, {victim:?} at call {at}"),
-        || {
-            mended(&mut scene);
-            for pod in scene.cluster.pods() {
-                if pod["spec"]["nodeName"].is_null() {
-                    scene
-                        .cluster
-                        .bind(pod["metadata"]["name"].as_str().unwrap(), "n1");
-                }
-            }
-            let status = scene.cluster.machine("web")["status"].clone();
-            status["node"] == "n1" && status["phase"] == "Running" && scene.cluster.pods().len() == 1
-        },
-    );
-    wait("one VM is left", || {
-        mended(&mut scene);
-        scene.cluster.vmmds[0].state.vms().is_empty()
+        scene.cluster.bind("web-2", "n1");
+        scene.migration()["phase"] == "Succeeded" && scene.cluster.pods().len() == 1
     });
-    let run = scene.cluster.machine("web")["status"]["run"].clone();
-    settled(&scene.cluster, "web", run["pod"].as_str().unwrap(), 1);
-    scene.cluster.delete_machine("web");
-    wait(&format!("nothing is left, {victim:?} at call {at}"), || {
-        mended(&mut scene);
-        let vms = scene.cluster.vmmds.iter();
-        scene.cluster.machine("web").is_null()
-            && scene.cluster.pods().is_empty()
-            && vms.map(|vmmd| vmmd.state.vms().len()).sum::<usize>() == 0
-    });
-    let context = format!("{victim:?} at call {at}, {at_call:?}");
-    if !matches!(victim, Victim::Vmmd(_)) {
-        // Only a vmmd that dies before the hand-over ends a migration.
-        assert_eq!(moves(&scene.cluster), [moved("n0", "n1")], "{context}");
-        assert_eq!(scene.cluster.ledger.epochs(), [1], "{context}");
-    }
-    assert!(scene.cluster.ledger.twice().is_empty(), "{context}");
-    scene.cluster.ledger.trap.calls().len()
-}
-
-/// With `VMMD_LONG` each program at each call, else one of them.
-#[test]
-fn a_drain_moves_the_vm_whoever_is_killed_at_whichever_step() {
-    // The calls up to the end of the deletion; a kill adds some.
-    let calls = drain_with_a_kill(usize::MAX, Victim::Controller);
-    println!("a migration and the deletion of the VM take {calls} calls");
-    let long = std::env::var_os("VMMD_LONG").is_some();
-    let mut cases = Vec::new();
-    for at in 0..calls {
-        for (index, victim) in VICTIMS.into_iter().enumerate() {
-            if long || at % VICTIMS.len() == index {
-                cases.push((at, victim));
-            }
-        }
-    }
-    let cases = Mutex::new(cases.into_iter());
-    let work = || {
-        loop {
-            let next = lock(&cases).next();
-            let Some((at, victim)) = next else { return };
-            drain_with_a_kill(at, victim);
-        }
-    };
-    std::thread::scope(|scope| {
-        for _ in 0..4 {
-            scope.spawn(work);
-        }
-    });
+    scene.settled("web-2", 1);
+    assert_eq!(scene.cluster.ledger.epochs(), [1], "{fault:?}");
+    scene.cluster.ledger.trap.calls()
 }

@@ -117,7 +117,7 @@ fn all_are(health: &'static str) -> impl Fn(&[Device]) -> bool {
 fn kubelet_gets_places_that_lead_to_vmmd() {
     let cluster = Cluster::start(1);
     let kubelet = Registry::start(&cluster.vmmds[0].plugins());
-    let _agent = cluster.pod_agent(0);
+    let _agent = cluster.agent(0);
     wait("all resources", || kubelet.registered().len() == 4);
     assert!(lock(&kubelet.requests).iter().all(|one| one.version == "v1beta1"));
     kubelet.until("vmmd.dev/vm", all_are("Healthy"));
@@ -153,7 +153,7 @@ fn places_are_unhealthy_without_vmmd_or_kvm() {
     let mut cluster = Cluster::start(1);
     *lock(&cluster.vmmds[0].state.no_kvm) = true;
     let kubelet = Registry::start(&cluster.vmmds[0].plugins());
-    let _agent = cluster.pod_agent(0);
+    let _agent = cluster.agent(0);
     wait("all resources", || kubelet.registered().len() == 4);
     kubelet.until("vmmd.dev/vm", all_are("Unhealthy"));
     *lock(&cluster.vmmds[0].state.no_kvm) = false;
@@ -172,7 +172,7 @@ fn resources_are_registered_again_with_a_new_kubelet() {
     let cluster = Cluster::start(1);
     let folder = cluster.vmmds[0].plugins();
     // The agent starts before the kubelet.
-    let _agent = cluster.pod_agent(0);
+    let _agent = cluster.agent(0);
     wait("the sockets", || folder.join("vmmd.dev-vm.sock").exists());
     for _ in 0..2 {
         let kubelet = Registry::start(&folder);

@@ -1,4 +1,4 @@
-//! Rights of the programs in the manifests for launcher pods.
+//! Rights of the programs in the manifests.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
@@ -6,9 +6,7 @@ use serde_json::Value;
 
 /// Group, resource and verb of each rule of a kind in a manifest of that name.
 fn rules(file: &str, kind: &str) -> BTreeSet<String> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("manifests/pods")
-        .join(file);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests").join(file);
     let text = fs::read_to_string(path).unwrap();
     let documents = text.split("\n---\n");
     let documents = documents.map(|one| serde_saphyr::from_str::<Value>(one).unwrap());
@@ -40,6 +38,8 @@ fn set(rules: &[&str]) -> BTreeSet<String> {
 fn rights_of_the_agent_are_these() {
     let wanted = [
         "vmmd.dev/virtualmachines get",
+        "vmmd.dev/virtualmachines list",
+        "vmmd.dev/virtualmachines watch",
         "events.k8s.io/events create",
         "events.k8s.io/events patch",
     ];
@@ -63,6 +63,10 @@ fn rights_of_the_controller_are_these() {
         "/pods patch",
         "/pods delete",
         "/persistentvolumeclaims get",
+        "/nodes list",
+        "/nodes watch",
+        "policy/poddisruptionbudgets create",
+        "policy/poddisruptionbudgets delete",
         "events.k8s.io/events create",
         "events.k8s.io/events patch",
     ];

@@ -1,134 +1,173 @@
-//! The agent: a vmmd as a node of the cluster.
+//! The agent of a node whose VMs are in launcher pods.
 //!
-//! It watches the pods that are bound to its node, and the VMs that it has created in vmmd. For
-//! each pod, and each VM without one, [`step`] returns the next step, and [`work`] carries it out;
-//! one step for one pod at a time. The agent keeps no state over a restart: it lists both sides
-//! again. While one side does not answer, the agent does not act on that side's last report: VMs
-//! continue unchanged, and vmmd restarts them on its own.
+//! It offers the node's vmmd to the kubelet ([`plugin`]), and creates a VM for each launcher that is
+//! connected to vmmd, when the VirtualMachine names the launcher's pod ([`admit`]). It has vmmd move
+//! VMs to other nodes ([`migrate`]). It reads VirtualMachines, and nothing else of the API server.
+//!
+//! For each pod, by its uid, it knows whether the launcher is connected and which VM vmmd has.
+//! [`step`] returns the next step, and [`work`] carries it out, one step for one pod at a time. The
+//! agent keeps no state over a restart: vmmd lists both again. While vmmd does not answer, the
+//! agent does nothing. A VM ends with its launcher without the agent.
 
+mod admit;
+mod files;
 mod migrate;
-mod node;
-mod pod_status;
-mod prepare;
-mod register;
-mod release;
+pub mod plugin;
 mod step;
-mod sweep;
+mod tell;
+mod vms;
 mod watch;
 mod work;
 
 use std::{
     collections::{HashMap, HashSet},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
-use jiff::Timestamp;
-use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::apis::meta::v1::Time};
-use kube::{ResourceExt as _, runtime::events::Recorder};
+use kube::runtime::events::Recorder;
 use tokio::{
     sync::mpsc,
     task::{AbortHandle, JoinSet},
+    time::Instant,
 };
 use vmmd_api::v1;
 
-pub use self::{node::Settings, register::confined};
 use self::{
-    step::{Place, Step},
+    migrate::Mover,
+    step::{Seen, Step},
     watch::News,
     work::{After, Worker},
 };
 use crate::{
     clients::Clients,
-    daemon::{Daemon, camel},
-    metrics,
+    daemon::{Daemon, camel, launcher_uid, pod_uid},
+    metrics, names,
     provision::{Error, Provisioner},
-    vms,
 };
 
-/// How long the first attempt after a failed one waits; twice as long each time.
+/// Wait before the first repetition of a failed step; doubled each time.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
-/// How long an attempt waits at most.
+/// Longest wait.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
-/// Time for the watch to show the effect of a step, before the same step is repeated.
-const SETTLE: Duration = Duration::from_secs(2);
+
+/// Settings of the agent.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Name of the Kubernetes node.
+    pub node: String,
+    /// Time in which a launcher connects again after vmmd was not reachable.
+    pub reconnect: Duration,
+    /// Settings of the device plugin.
+    pub plugin: plugin::Settings,
+}
 
 /// Works as long as all of its parts do.
 pub async fn run(clients: Clients, daemon: Daemon, settings: Settings) {
-    let client = clients.calls;
-    let host = settings.addresses.iter().find(|(kind, _)| *kind == "InternalIP");
+    let recorder = Recorder::new(clients.calls.clone(), "vmmd-kube-agent".into());
     let worker = Worker {
-        client: client.clone(),
-        daemon: daemon.clone(),
-        node: settings.name.clone(),
-        allowed: settings.allowed.clone(),
-        host: host.map(|(_, address)| address.clone()).unwrap_or_default(),
-        recorder: Recorder::new(client.clone(), "vmmd-kube-agent".into()),
-        provisioner: Provisioner::new(daemon.clone(), settings.name.clone()),
+        client: clients.calls,
+        provisioner: Provisioner::new(daemon.clone(), settings.node.clone()),
+        recorder: recorder.clone(),
+        reported: Arc::default(),
     };
     let (news, received) = mpsc::channel(256);
     let mut tasks = JoinSet::new();
-    tasks.spawn(register::run(client.clone(), daemon.clone(), settings.clone()));
-    tasks.spawn(register::renew(client.clone(), settings.name.clone()));
-    tasks.spawn(sweep::run(client.clone(), worker.provisioner.clone()));
-    tasks.spawn(crate::tell::run(
-        daemon.clone(),
-        settings.name.clone(),
-        worker.recorder.clone(),
-    ));
-    tasks.spawn(watch::pods(clients.watches, settings.name, news.clone()));
+    tasks.spawn(plugin::run(daemon.clone(), settings.plugin));
+    tasks.spawn(tell::run(daemon.clone(), settings.node.clone(), recorder.clone()));
+    let mover = Mover {
+        watches: clients.watches,
+        daemon: daemon.clone(),
+        node: settings.node,
+        recorder,
+    };
+    tasks.spawn(mover.run());
+    tasks.spawn(watch::pods(daemon.clone(), news.clone()));
     tasks.spawn(vms::watch(daemon, news));
     tokio::select! {
-        () = Agent::new(worker).work(received) => {}
-        Some(Err(error)) = tasks.join_next() => tracing::error!("{error}"),
+        () = Agent::new(worker, settings.reconnect).work(received) => {}
+        Some(result) = tasks.join_next() => tracing::error!("a part of the agent has ended: {result:?}"),
     }
 }
 
+/// State of a pod.
+#[derive(Default)]
+struct Entry {
+    /// While its launcher is connected.
+    pod: Option<Arc<v1::Pod>>,
+    /// The VM that vmmd has for it.
+    vm: Option<Arc<v1::Vm>>,
+    /// Time until which the launcher may connect again.
+    returns_until: Option<Instant>,
+    /// The pod gets no VM.
+    refused: bool,
+    /// No disk of the pod is left.
+    clean: bool,
+    /// Failures of steps in a row.
+    failures: u32,
+    /// The step that is carried out, or waits for its time.
+    task: Option<Task>,
+    /// The watch has shown the VM since the step began: the answer of the step about it is older.
+    heard: bool,
+}
+
+impl Entry {
+    /// The state of the pod with this uid, on this node, for the next step.
+    fn seen(&self, uid: &str, node: &str) -> Seen<'_> {
+        let is_marked = |vm: &v1::Vm| {
+            let labels = vm.metadata.as_ref().map(|metadata| &metadata.labels);
+            pod_uid(vm).is_some_and(|of| of == uid)
+                && labels.is_some_and(|labels| labels.get(names::AGENT).is_some_and(|of| of == node))
+        };
+        Seen {
+            connected: self.pod.is_some(),
+            vm: self.vm.as_deref(),
+            marked: self.vm.as_deref().is_some_and(is_marked),
+            refused: self.refused,
+            clean: self.clean,
+        }
+    }
+}
+
+/// A step in progress.
+struct Task {
+    step: Step,
+    handle: AbortHandle,
+    /// Its time has come.
+    begun: Arc<AtomicBool>,
+}
+
 /// Reason for the end of a wait of the loop.
-enum Done {
-    /// A step for this pod.
-    Step(String, Step, Result<After, Error>),
-    /// The time to look at this pod again.
-    Timer(String),
+struct Done {
+    uid: String,
+    step: Step,
+    result: Result<After, Error>,
 }
 
 struct Agent {
     worker: Worker,
-    /// By uid.
-    pods: HashMap<String, Arc<Pod>>,
+    reconnect: Duration,
+    /// By uid of the pod.
+    entries: HashMap<String, Entry>,
     pods_known: bool,
-    /// By the uid of their pod.
-    vms: HashMap<String, Arc<v1::Vm>>,
     vms_known: bool,
-    /// Pods for which a step is under way.
-    busy: HashSet<String>,
-    /// Those of them that have changed meanwhile.
-    changed: HashSet<String>,
-    /// Pods whose VM the watch has shown meanwhile: the step's answer about the VM is older, or
-    /// arrives by the watch too.
-    heard: HashSet<String>,
-    failures: HashMap<String, u32>,
-    /// Until when the guests of pods that are being deleted have time, said once for each deletion; and when the pod was to be gone then.
-    deadlines: HashMap<String, (Option<Time>, Timestamp)>,
-    timers: HashMap<String, AbortHandle>,
     tasks: JoinSet<Done>,
+    sweep: tokio::time::Interval,
 }
 
 impl Agent {
-    fn new(worker: Worker) -> Self {
+    fn new(worker: Worker, reconnect: Duration) -> Self {
         Self {
             worker,
-            pods: HashMap::new(),
+            reconnect,
+            entries: HashMap::new(),
             pods_known: false,
-            vms: HashMap::new(),
             vms_known: false,
-            busy: HashSet::new(),
-            changed: HashSet::new(),
-            heard: HashSet::new(),
-            failures: HashMap::new(),
-            deadlines: HashMap::new(),
-            timers: HashMap::new(),
             tasks: JoinSet::new(),
+            sweep: tokio::time::interval(work::SWEEP),
         }
     }
 
@@ -140,15 +179,11 @@ impl Agent {
                     None => return,
                 },
                 Some(done) = self.tasks.join_next() => match done {
-                    Ok(Done::Step(uid, step, after)) => self.after(&uid, &step, after),
-                    Ok(Done::Timer(uid)) => {
-                        self.timers.remove(&uid);
-                        self.look(&uid);
-                    }
-                    // A timer that was replaced.
+                    Ok(done) => self.after(done),
                     Err(error) if error.is_cancelled() => {}
                     Err(error) => std::panic::resume_unwind(error.into_panic()),
                 },
+                _ = self.sweep.tick() => self.look_for_disks().await,
             }
             self.count();
         }
@@ -156,54 +191,80 @@ impl Agent {
 
     /// Updates the metrics of the VMs.
     fn count(&self) {
-        let phase = |vm: &Arc<v1::Vm>| {
+        let vms = self.entries.values().filter_map(|entry| entry.vm.as_ref());
+        let phases = metrics::count(vms.map(|vm| {
             let phase = vm.status.as_ref().map(v1::VmStatus::phase).unwrap_or_default();
             camel(phase.as_str_name().trim_start_matches("VM_PHASE_"))
-        };
-        let phases = metrics::count(self.vms.values().map(phase));
+        }));
         metrics::vms(move || phases.clone());
     }
 
     fn hear(&mut self, news: News) {
         match news {
             News::Pods(pods) => {
-                self.pods = pods
+                let mut known: HashMap<_, _> = pods
                     .into_iter()
-                    .filter_map(|pod| Some((pod.uid()?, Arc::new(pod))))
+                    .map(|pod| (pod.uid.clone(), Arc::new(pod)))
                     .collect();
+                for uid in known.keys() {
+                    self.entries.entry(uid.clone()).or_default();
+                }
+                for (uid, entry) in &mut self.entries {
+                    match known.remove(uid) {
+                        Some(pod) => connect(entry, pod),
+                        // vmmd, or this agent, has started: launchers connect again.
+                        None => disconnect(entry, Instant::now() + self.reconnect),
+                    }
+                }
                 self.pods_known = true;
                 self.look_at_all();
             }
-            News::Pod(pod) => {
-                if let Some(uid) = pod.uid() {
-                    self.pods.insert(uid.clone(), Arc::from(pod));
-                    self.look(&uid);
-                }
-            }
-            News::PodGone(uid) => {
-                self.pods.remove(&uid);
+            News::Connected(pod) => {
+                let uid = pod.uid.clone();
+                connect(self.entries.entry(uid.clone()).or_default(), Arc::from(pod));
                 self.look(&uid);
             }
+            News::Disconnected(uid) => {
+                disconnect(self.entries.entry(uid.clone()).or_default(), Instant::now());
+                self.worker.forget(&uid);
+                self.look(&uid);
+            }
+            News::PodsAway => self.pods_known = false,
             News::Vms(vms::News::All(vms)) => {
-                let (vms, node) = (vms.into_iter(), &self.worker.node);
-                self.vms = vms
-                    .filter_map(|vm| Some((step::key(&vm, node)?, Arc::new(vm))))
+                let mut known: HashMap<_, _> = vms
+                    .into_iter()
+                    .filter_map(|vm| Some((launcher_uid(&vm)?.clone(), Arc::new(vm))))
                     .collect();
+                for uid in known.keys() {
+                    self.entries.entry(uid.clone()).or_insert_with(|| Entry {
+                        returns_until: Some(Instant::now() + self.reconnect),
+                        ..Entry::default()
+                    });
+                }
+                for (uid, entry) in &mut self.entries {
+                    entry.vm = known.remove(uid);
+                    entry.heard = true;
+                }
                 self.vms_known = true;
-                self.heard.extend(self.busy.iter().cloned());
                 self.look_at_all();
             }
             News::Vms(vms::News::Vm(vm)) => {
-                if let Some(uid) = step::key(&vm, &self.worker.node) {
-                    self.vms.insert(uid.clone(), Arc::from(vm));
-                    self.heard.extend(self.busy.get(&uid).cloned());
+                if let Some(uid) = launcher_uid(&vm).cloned() {
+                    let entry = self.entries.entry(uid.clone()).or_default();
+                    entry.vm = Some(Arc::from(vm));
+                    entry.heard = true;
                     self.look(&uid);
                 }
             }
             News::Vms(vms::News::Gone(vm)) => {
-                if let Some(uid) = step::key(&vm, &self.worker.node) {
-                    self.forget_vm(&uid, &vm);
-                    self.heard.extend(self.busy.get(&uid).cloned());
+                if let Some(uid) = launcher_uid(&vm).cloned() {
+                    let entry = self.entries.entry(uid.clone()).or_default();
+                    let id = |vm: &v1::Vm| vm.metadata.as_ref().map(|metadata| metadata.uid.clone());
+                    // Not a recreated VM.
+                    if entry.vm.as_ref().is_some_and(|known| id(known) == id(&vm)) {
+                        entry.vm = None;
+                    }
+                    entry.heard = true;
                     self.look(&uid);
                 }
             }
@@ -211,138 +272,172 @@ impl Agent {
         }
     }
 
-    /// Forgets this VM, but not a recreated one.
-    fn forget_vm(&mut self, uid: &str, gone: &v1::Vm) {
-        let id = |vm: &v1::Vm| vm.metadata.as_ref().map(|metadata| metadata.uid.clone());
-        if self.vms.get(uid).is_some_and(|known| id(known) == id(gone)) {
-            self.vms.remove(uid);
-        }
-    }
-
     fn look_at_all(&mut self) {
-        let all: HashSet<_> = self.pods.keys().chain(self.vms.keys()).cloned().collect();
+        let all: Vec<_> = self.entries.keys().cloned().collect();
         for uid in all {
             self.look(&uid);
         }
     }
 
-    /// Begins the next step for a pod, when there is one to be done.
+    /// Begins the next step for a pod, when there is one.
     fn look(&mut self, uid: &str) {
-        if self.vms.contains_key(uid) {
-            // Its creation was carried out. Repeated when the VM is gone, it could only mislead.
-            self.worker.provisioner.forget(uid);
-        }
         if !self.pods_known || !self.vms_known {
             return;
         }
-        if self.busy.contains(uid) {
-            self.changed.insert(uid.to_owned());
+        let Some(entry) = self.entries.get_mut(uid) else {
             return;
-        }
-        // After a failure nothing but its time begins the next attempt.
-        if self.failures.contains_key(uid) && self.timers.contains_key(uid) {
-            return;
-        }
-        let (pod, vm) = (self.pods.get(uid).cloned(), self.vms.get(uid).cloned());
-        let place = Place {
-            node: &self.worker.node,
-            host: &self.worker.host,
         };
-        let deadline = self.deadlines.get(uid).and_then(|(deletion, deadline)| {
-            let now = pod.as_ref()?.metadata.deletion_timestamp.as_ref();
-            (now == deletion.as_ref()).then_some(*deadline)
-        });
-        let step = match (&pod, &vm) {
-            (Some(pod), vm) => step::for_pod(pod, vm.as_deref(), place, deadline, Timestamp::now()),
-            (None, Some(vm)) => step::without_pod(vm),
-            (None, None) => {
-                self.failures.remove(uid);
-                self.deadlines.remove(uid);
-                self.worker.provisioner.forget(uid);
+        if entry.vm.is_some() {
+            // Its creation was carried out. Repeated when the VM is gone, the request could only mislead.
+            self.worker.provisioner.forget(uid);
+        }
+        let step = step::next(&entry.seen(uid, &self.worker.provisioner.node));
+        if let Some(task) = &entry.task {
+            // A step that waits is not needed any more. One that has begun ends on its own, except
+            // the admission of a pod whose launcher has gone.
+            let waits = !task.begun.load(Ordering::SeqCst);
+            let needless = waits || task.step == Step::Admit && entry.pod.is_none();
+            // A VM that has changed may be handed over.
+            let same = task.step == step && step != Step::Adopt;
+            if same || !needless {
                 return;
             }
-        };
+            task.handle.abort();
+            entry.task = None;
+        }
         match step {
             Step::Idle => {}
-            Step::Wait(time) => self.later(uid, time),
+            Step::Forget => {
+                self.entries.remove(uid);
+                self.worker.provisioner.forget(uid);
+            }
             step => {
-                self.busy.insert(uid.to_owned());
-                let (worker, uid) = (self.worker.clone(), uid.to_owned());
-                self.tasks.spawn(async move {
-                    let after = worker
-                        .carry_out(step.clone(), &uid, pod.as_deref(), vm.as_deref())
-                        .await;
-                    Done::Step(uid, step, after)
-                });
+                let wait = match step {
+                    Step::Remove | Step::Clean => entry
+                        .returns_until
+                        .map(|until| until.saturating_duration_since(Instant::now())),
+                    _ => None,
+                };
+                self.begin(uid, step, wait.unwrap_or_default());
             }
         }
     }
 
-    fn after(&mut self, uid: &str, step: &Step, after: Result<After, Error>) {
-        self.busy.remove(uid);
-        let changed = self.changed.remove(uid);
-        let heard = self.heard.remove(uid);
-        metrics::reconciled(after.is_ok());
-        let after = match after {
-            Ok(after) => after,
+    fn begin(&mut self, uid: &str, step: Step, wait: Duration) {
+        let Some(entry) = self.entries.get_mut(uid) else {
+            return;
+        };
+        entry.heard = false;
+        let (worker, pod, vm) = (self.worker.clone(), entry.pod.clone(), entry.vm.clone());
+        let name = uid.to_owned();
+        let begun = Arc::<AtomicBool>::default();
+        let begins = begun.clone();
+        let handle = self.tasks.spawn(async move {
+            tokio::time::sleep(wait).await;
+            begins.store(true, Ordering::SeqCst);
+            let result = worker.carry_out(step, &name, pod.as_deref(), vm.as_deref()).await;
+            Done {
+                uid: name,
+                step,
+                result,
+            }
+        });
+        entry.task = Some(Task { step, handle, begun });
+    }
+
+    fn after(&mut self, done: Done) {
+        let Done { uid, step, result } = done;
+        metrics::reconciled(result.is_ok());
+        let Some(entry) = self.entries.get_mut(&uid) else {
+            return;
+        };
+        entry.task = None;
+        let wait = match result {
+            Ok(After::Vm(vm)) => {
+                if !entry.heard {
+                    entry.vm = Some(Arc::from(vm));
+                }
+                None
+            }
+            Ok(After::NoVm) => {
+                if !entry.heard {
+                    entry.vm = None;
+                }
+                None
+            }
+            Ok(After::Refused) => {
+                entry.refused = true;
+                None
+            }
+            Ok(After::Clean) => {
+                entry.clean = true;
+                None
+            }
+            Ok(After::Again(wait)) => Some(wait),
             Err(error) => {
-                let failures = self.failures.entry(uid.to_owned()).or_default();
-                let factor = 1_u32.checked_shl(*failures).unwrap_or(u32::MAX);
+                let factor = 1_u32.checked_shl(entry.failures).unwrap_or(u32::MAX);
                 let wait = FIRST_WAIT.saturating_mul(factor).min(LONGEST_WAIT);
-                *failures = failures.saturating_add(1).min(16);
-                tracing::warn!(pod = self.called(uid), step = ?std::mem::discriminant(step), "{error}; again in {wait:?}");
-                self.later(uid, wait);
+                entry.failures = entry.failures.saturating_add(1).min(16);
+                tracing::warn!(pod = uid, ?step, "{error}; again in {wait:?}");
+                Some(wait)
+            }
+        };
+        let Some(wait) = wait else {
+            entry.failures = 0;
+            return self.look(&uid);
+        };
+        // The step is repeated only while nothing has changed.
+        let again = step::next(&entry.seen(&uid, &self.worker.provisioner.node));
+        if again == step {
+            self.begin(&uid, step, wait);
+        } else {
+            self.look(&uid);
+        }
+    }
+
+    /// Finds disks of pods that this agent knows nothing of: an earlier agent has made them.
+    async fn look_for_disks(&mut self) {
+        if !self.pods_known || !self.vms_known {
+            // Soon, when vmmd answers.
+            self.sweep.reset_after(LONGEST_WAIT);
+            return;
+        }
+        let owners: HashSet<_> = match self.worker.owners_of_disks().await {
+            Ok(owners) => owners.into_iter().collect(),
+            Err(error) => {
+                tracing::debug!("disks of runs: {error}");
+                self.sweep.reset_after(LONGEST_WAIT);
                 return;
             }
         };
-        self.failures.remove(uid);
-        match after {
-            After::Vm(vm) => {
-                if !heard {
-                    self.vms.insert(uid.to_owned(), Arc::from(vm));
-                }
-                self.look(uid);
+        for uid in owners {
+            if !self.entries.contains_key(&uid) {
+                let entry = Entry {
+                    returns_until: Some(Instant::now() + self.reconnect),
+                    ..Entry::default()
+                };
+                self.entries.insert(uid.clone(), entry);
+                self.look(&uid);
             }
-            After::NoVm => {
-                self.vms.remove(uid);
-                self.look(uid);
-            }
-            After::Pod(pod) => {
-                // Unless the watch has been quicker.
-                if !changed {
-                    self.pods.insert(uid.to_owned(), Arc::from(pod));
-                }
-                self.look(uid);
-            }
-            After::Again(time) => self.later(uid, time),
-            After::Stop(deadline) => {
-                let pod = self.pods.get(uid);
-                let deletion = pod.and_then(|pod| pod.metadata.deletion_timestamp.clone());
-                self.deadlines.insert(uid.to_owned(), (deletion, deadline));
-                self.look(uid);
-            }
-            After::Done if changed => self.look(uid),
-            After::Done => self.later(uid, SETTLE),
         }
     }
+}
 
-    fn later(&mut self, uid: &str, time: Duration) {
-        if let Some(timer) = self.timers.remove(uid) {
-            timer.abort();
-        }
-        let name = uid.to_owned();
-        let timer = self.tasks.spawn(async move {
-            tokio::time::sleep(time).await;
-            Done::Timer(name)
-        });
-        self.timers.insert(uid.to_owned(), timer);
+fn connect(entry: &mut Entry, pod: Arc<v1::Pod>) {
+    // A launcher that connects again after a refusal asks again.
+    entry.refused = false;
+    entry.clean = false;
+    entry.returns_until = None;
+    entry.pod = Some(pod);
+    // An admission is that of the earlier connection. A removal waits for the end of the time to
+    // connect again, and is not needed.
+    let waits = |task: &Task| !task.begun.load(Ordering::SeqCst);
+    if let Some(task) = entry.task.take_if(|task| task.step == Step::Admit || waits(task)) {
+        task.handle.abort();
     }
+}
 
-    fn called(&self, uid: &str) -> String {
-        let pod = self.pods.get(uid);
-        pod.map_or_else(
-            || uid.to_owned(),
-            |pod| format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any()),
-        )
-    }
+fn disconnect(entry: &mut Entry, until: Instant) {
+    entry.pod = None;
+    entry.returns_until.get_or_insert(until);
 }

@@ -1,29 +1,28 @@
-//! The watch of the pods of the node.
+//! The watch of the pods whose launchers are connected.
 
-use std::pin::pin;
+use std::time::Duration;
 
-use futures::StreamExt as _;
-use k8s_openapi::api::core::v1::Pod;
-use kube::{
-    Api, Client, ResourceExt as _,
-    runtime::{WatchStreamExt as _, watcher},
-};
 use tokio::sync::mpsc::Sender;
+use tonic::Status;
+use vmmd_api::v1::{self, watch_pods_response::Change};
 
-use crate::{
-    backoff::{Watches, watching},
-    vms,
-};
+use super::vms;
+use crate::daemon::{CALL, Daemon, within};
+
+/// How soon a vmmd that does not answer is asked again.
+const RETRY: Duration = Duration::from_secs(1);
 
 /// Message from the watches.
 #[derive(Debug)]
 pub enum News {
-    /// All pods of the node.
-    Pods(Vec<Pod>),
-    /// A pod as it is now.
-    Pod(Box<Pod>),
-    /// The pod with this uid is gone.
-    PodGone(String),
+    /// All pods.
+    Pods(Vec<v1::Pod>),
+    /// A pod whose launcher has connected, or has connected again.
+    Connected(Box<v1::Pod>),
+    /// The launcher of the pod with this uid is not connected any more.
+    Disconnected(String),
+    /// vmmd does not answer.
+    PodsAway,
     /// Of the VMs.
     Vms(vms::News),
 }
@@ -35,30 +34,32 @@ impl From<vms::News> for News {
 }
 
 /// Watches the pods. Returns when the receiver is closed.
-pub async fn pods(client: Client, node: String, news: Sender<News>) {
-    let config = watching().fields(&format!("spec.nodeName={node}"));
-    let mut events = pin!(watcher(Api::<Pod>::all(client), config).backoff(Watches::new()));
-    let mut listed = Vec::new();
-    while let Some(event) = events.next().await {
-        let said = match event {
-            Ok(watcher::Event::Init) => {
-                listed.clear();
-                continue;
-            }
-            Ok(watcher::Event::InitApply(pod)) => {
-                listed.push(pod);
-                continue;
-            }
-            Ok(watcher::Event::InitDone) => News::Pods(std::mem::take(&mut listed)),
-            Ok(watcher::Event::Apply(pod)) => News::Pod(Box::new(pod)),
-            Ok(watcher::Event::Delete(pod)) => News::PodGone(pod.uid().unwrap_or_default()),
-            Err(error) => {
-                tracing::warn!("watch of pods: {error}");
-                continue;
-            }
-        };
-        if news.send(said).await.is_err() {
+pub async fn pods(daemon: Daemon, news: Sender<News>) {
+    loop {
+        if let Err(status) = watch(&daemon, &news).await {
+            tracing::warn!("watch of pods: {}: {}", status.code(), status.message());
+        }
+        // Changes before the next list are unknown.
+        if news.send(News::PodsAway).await.is_err() {
             return;
         }
+        tokio::time::sleep(RETRY).await;
     }
+}
+
+async fn watch(daemon: &Daemon, news: &Sender<News>) -> Result<(), Status> {
+    let request = v1::WatchPodsRequest {};
+    let mut changes = within(CALL, daemon.pods.clone().watch_pods(request)).await?;
+    while let Some(response) = changes.message().await? {
+        let said = match response.change {
+            Some(Change::All(set)) => News::Pods(set.pods),
+            Some(Change::Connected(pod)) => News::Connected(Box::new(pod)),
+            Some(Change::Disconnected(uid)) => News::Disconnected(uid),
+            None => continue,
+        };
+        if news.send(said).await.is_err() {
+            return Ok(());
+        }
+    }
+    Ok(())
 }

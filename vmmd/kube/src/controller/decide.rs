@@ -3,21 +3,21 @@
 //! One VM never runs twice. A run is a number (the epoch), a pod of that number, and the pod's uid.
 //! All three are in the status, which is only written over the version that was read. The next run
 //! begins when the API server reports that the pod does not exist. This happens only after the
-//! removal of its finalizer. From a launcher pod the controller removes the finalizer when the
-//! kubelet has reported that all containers have terminated ([`crate::launcher::state`]). From a pod
-//! of a virtual node its agent does, when the VM is gone. An agent starts a VM only for the pod whose
-//! uid the status names: a late pod of an outdated controller never becomes a VM. During a migration
-//! there is a second pod, see [`super::migration`]: then both have to be gone.
+//! removal of its finalizer. The controller removes the finalizer when the kubelet has reported that
+//! all containers have terminated ([`crate::launcher::state`]). An agent starts a VM only for the pod
+//! whose uid the status names: a late pod of an outdated controller never becomes a VM. During a
+//! migration there is a second pod, see [`super::migration`]: then both have to be gone.
 
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 use vmmd_api::v1::RunPolicy;
 
 use super::{migration, status};
 use crate::{
     crd::{Run, VirtualMachine, VirtualMachineStatus},
-    launcher, names, placeholder,
+    launcher::{self, state},
+    names,
     run::{self, Plan},
     spec::{self, Invalid},
 };
@@ -36,16 +36,16 @@ pub struct Seen<'a> {
     pub machine: &'a VirtualMachine,
     /// The pod with the name of its last run's.
     pub pod: Option<&'a Pod>,
-    /// The node of the pod; `None` also when there is no such node.
-    pub node: Option<&'a Node>,
+    /// The node of the pod is cordoned.
+    pub cordoned: bool,
     /// The pod with the name of that which the VM is, or was last, to be moved to.
     pub target: Option<&'a Pod>,
-    /// Its node.
-    pub target_node: Option<&'a Node>,
     /// The pod with the name of that which the VM left last.
     pub source: Option<&'a Pod>,
-    /// Pods have launchers.
-    pub launcher: bool,
+    /// Whether there is a PodDisruptionBudget of the VM; `None`: not known.
+    pub budget: Option<bool>,
+    /// Port at which the vmmds of other nodes are reached.
+    pub migration_port: u16,
     /// The time.
     pub now: Timestamp,
 }
@@ -69,18 +69,11 @@ pub enum Act {
         epoch: i64,
         /// The node that it leaves.
         from: String,
-        /// That node's processor.
-        cpu_model: Option<String>,
     },
-    /// Notify the agent of this pod's node to move the VM.
-    Wake {
-        /// The pod's name.
-        pod: String,
-        /// Its uid.
-        uid: String,
-        /// Number of the run that the VM gets.
-        epoch: i64,
-    },
+    /// Set, or remove, the label with the node that the VM leaves.
+    Label(Option<String>),
+    /// Make, or delete, the PodDisruptionBudget of the VM.
+    SetBudget(bool),
     /// Delete this pod with its grace period.
     DeletePod {
         /// Its name.
@@ -108,14 +101,12 @@ pub fn next(seen: &Seen<'_>) -> Act {
     if let Some(act) = foreign.and_then(delete).filter(|_| !deleting) {
         return act;
     }
-    let plan = match seen.launcher {
-        true => launcher::plan(machine),
-        false => placeholder::plan(machine),
-    };
-    // A launcher's VM is not moved. A migration from before the change of the kind of pods ends.
-    if (!seen.launcher || old.under_way().is_some())
-        && let Some(act) = migration::next(seen, &old, own, plan.as_ref().ok())
-    {
+    let label = old.under_way().map(|one| names::label_value(&one.from));
+    if machine.labels().get(names::MIGRATING_FROM) != label.as_ref() {
+        return Act::Label(label);
+    }
+    let plan = launcher::plan(machine);
+    if let Some(act) = migration::next(seen, &old, own, plan.as_ref().ok()) {
         return act;
     }
     let left_over = migration::left_over(seen, &old);
@@ -153,8 +144,8 @@ fn sort<'a>(
     (None, Some(pod).filter(|_| ours))
 }
 
-/// `None` when it is being deleted already.
-fn delete(pod: &Pod) -> Option<Act> {
+/// Deletes a pod; `None` when it is being deleted already.
+pub fn delete(pod: &Pod) -> Option<Act> {
     let live = pod.metadata.deletion_timestamp.is_none();
     pod.uid().filter(|_| live).map(|uid| Act::DeletePod {
         pod: pod.name_any(),
@@ -169,7 +160,7 @@ fn with_pod(seen: &Seen<'_>, old: &VirtualMachineStatus, pod: &Pod, plan: Result
     };
     run.pod_uid = pod.uid();
     let changed = plan.is_ok_and(|plan| plan.digest() != run.digest);
-    let end = status::end(pod, changed);
+    let end = state::end(pod, changed);
     if run.end.is_none() && end.is_some() {
         run.end = end;
         note_end(&mut new, seen.now);
@@ -178,12 +169,16 @@ fn with_pod(seen: &Seen<'_>, old: &VirtualMachineStatus, pod: &Pod, plan: Result
         return Act::Write(new);
     }
     let Ok(plan) = plan else { return Act::Idle };
+    let budget = migration::wants_budget(seen.machine, pod, plan);
+    if new.run.as_ref().is_some_and(|run| run.end.is_none()) && seen.budget != Some(budget) {
+        return Act::SetBudget(budget);
+    }
     let policy = spec::run_policy(&plan.vm);
     // The pod of a run that has ended stays, with its log, as long as there is no other run.
     let over = policy == RunPolicy::AlwaysOff
         || (new.run.as_ref().is_some_and(|run| run.end.is_some()) && wanted(seen.machine, &new, policy));
     if !over {
-        return Act::Idle;
+        return migration::retry(seen, old, pod).map_or(Act::Idle, Act::Wait);
     }
     match wait(&new, seen.now).filter(|_| policy != RunPolicy::AlwaysOff) {
         Some(left) => Act::Wait(left),

@@ -1,66 +1,56 @@
 //! Next action of the controller for a migration: pure functions, as [`super::decide`].
 //!
 //! ```text
-//!              eviction, annotation
-//!   (none) ──────────────────────────▶ Placing ──second pod waits for the VM──▶ Moving ──an agent: moved──▶ Succeeded
-//!      │  it cannot be moved              │  nothing fits, a pod goes, ...        │  source's agent: it stays
-//!      └──────────────▶ Failed ◀──────────┴───────────────────────────────────────┘
+//!        cordoned node, annotation
+//!   (none) ───────────────────────▶ Placing ──launcher of the second pod runs──▶ Moving ──source: Migrated──▶ Succeeded
+//!      │  it cannot be moved           │  nothing fits, a pod ends, ...            │  second pod has ended
+//!      └─────────────▶ Failed ◀────────┴────────────────────────────────────────────┘
 //! ```
 //!
 //! The migration is in the status, beside the run, and written with it over the version that was
 //! read. So the pod that has the VM changes in one step. In `Placing` no agent has moved anything,
 //! and the controller may give the migration up. From `Moving` on it may not: the agent of the VM's
-//! node may have asked vmmd to move the VM, at any time. One of these then reports the result:
+//! node may have asked vmmd to move the VM, at any time. vmmd alone decides which of two nodes has
+//! the VM, and the pods report the result:
 //!
-//! - that agent, once vmmd reports that the VM is gone, or that it stays, after the request cannot
-//!   be carried out any longer;
-//! - the other node's agent, once the VM runs there: vmmd lets no VM run on two nodes;
-//! - the removal of the source's pod, by its agent, or by an operator with the knowledge that the
-//!   node is off.
-//!
-//! An agent does not release a pod of a migration as long as the status names the pod.
+//! - The launcher that the VM has left ends with the reason `Migrated`. When the node of that
+//!   launcher does not report, a second pod whose VM runs proves the same.
+//! - A second pod that has ended has no VM, and never gets one. At the time limit, or when the VM
+//!   has no other pod, the controller deletes the second pod and waits for its end. A VM that is
+//!   handed over at that moment ends with the pod.
 
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::core::v1::{Node, Pod, PodCondition};
+use k8s_openapi::api::core::v1::{Pod, PodCondition};
 use kube::ResourceExt as _;
+use vmmd_api::v1;
 
 use super::{
-    decide::{Act, Seen},
+    decide::{self, Act, Seen},
     status,
 };
 use crate::{
     crd::{Eviction, Migration, MigrationPhase, Run, VirtualMachine, VirtualMachineStatus},
+    launcher::state,
     names,
     run::{self, Plan},
 };
 
-/// How long a second pod may take until it is on a node that waits for the VM.
+/// Time for a second pod until its launcher runs.
 const PLACING: SignedDuration = SignedDuration::from_secs(120);
-/// How long the scheduler may find no node for it.
+/// Time in which the scheduler may find no node for it.
 const UNSCHEDULABLE: SignedDuration = SignedDuration::from_secs(20);
-
+/// Wait after a failed migration before the next one leaves the same cordoned node.
+const RETRY: SignedDuration = SignedDuration::from_secs(120);
 /// Default time limit of a migration, in seconds.
 const TIMEOUT: i64 = 600;
 
-/// Whether a pod is being deleted in order to empty its node. This is so after a call of the
-/// Eviction API, where Kubernetes reports it (1.26), and on a cordoned node, as `kubectl drain`
-/// cordons first. A deletion without time for the guest wants no migration.
-pub fn is_evicted(pod: &Pod, node: Option<&Node>) -> bool {
-    let metadata = &pod.metadata;
-    if metadata.deletion_timestamp.is_none() || metadata.deletion_grace_period_seconds == Some(0) {
-        return false;
-    }
-    let cordoned = node
-        .and_then(|node| node.spec.as_ref())
-        .is_some_and(|spec| spec.unschedulable == Some(true));
-    let evicted = condition(pod, "DisruptionTarget")
-        .is_some_and(|one| one.status == "True" && one.reason.as_deref() == Some("EvictionByEvictionAPI"));
-    cordoned || evicted
+/// Whether evictions of the pod are to be refused, because its VM is moved instead.
+pub fn wants_budget(machine: &VirtualMachine, pod: &Pod, plan: &Plan) -> bool {
+    policy(machine).eviction == Eviction::Migrate && bound_to_node(pod, plan).is_none()
 }
 
-fn condition<'a>(pod: &'a Pod, kind: &str) -> Option<&'a PodCondition> {
-    let conditions = pod.status.as_ref()?.conditions.as_ref()?;
-    conditions.iter().find(|one| one.type_ == kind)
+fn policy(machine: &VirtualMachine) -> crate::crd::MigrationPolicy {
+    machine.spec.migration.clone().unwrap_or_default()
 }
 
 /// Next action for the migration that is under way, or that is to begin; `None` without a
@@ -71,13 +61,12 @@ pub fn next(
     run: Option<&Pod>,
     plan: Option<&Plan>,
 ) -> Option<Act> {
-    let machine = seen.machine;
     match old.under_way() {
         Some(migration) if migration.phase == MigrationPhase::Moving => {
             Some(moving(seen, old, migration, run))
         }
         Some(migration) => Some(placing(seen, old, migration, run, plan)),
-        None if machine.metadata.deletion_timestamp.is_some() => None,
+        None if seen.machine.metadata.deletion_timestamp.is_some() => None,
         // It would be forgotten: the status has one migration.
         None if left_over(seen, old).is_some() => None,
         None => begin(seen, old, run?, plan?),
@@ -98,27 +87,37 @@ pub fn left_over<'a>(seen: &Seen<'a>, old: &VirtualMachineStatus) -> Option<&'a 
     (run::belongs(pod, seen.machine, epoch) && !is_run).then_some(pod)
 }
 
+/// Time until the next migration away from a cordoned node; `None` when none is to follow.
+pub fn retry(seen: &Seen<'_>, old: &VirtualMachineStatus, run: &Pod) -> Option<SignedDuration> {
+    let last = old.migration.as_ref()?;
+    let same = Some(&last.source_uid) == run.metadata.uid.as_ref();
+    let failed = last.evicted && last.phase == MigrationPhase::Failed && same;
+    let ended: Timestamp = last.end_time.as_ref()?.parse().ok()?;
+    let left = RETRY - seen.now.duration_since(ended);
+    (seen.cordoned && failed && left.is_positive()).then_some(left)
+}
+
 fn begin(seen: &Seen<'_>, old: &VirtualMachineStatus, pod: &Pod, plan: &Plan) -> Option<Act> {
     let run = old.run.as_ref()?;
     let uid = pod.uid().filter(|uid| run.pod_uid.as_ref() == Some(uid))?;
     let from = pod.spec.as_ref()?.node_name.clone()?;
-    if status::end(pod, false).is_some() || run.end.is_some() {
+    let ends = run.end.is_some() || pod.metadata.deletion_timestamp.is_some() || state::is_gone(pod);
+    if ends {
         return None;
     }
     let wish = seen.machine.annotations().get(names::MIGRATE);
-    let wished = wish.filter(|wish| Some(*wish) != old.migrate.as_ref());
-    let evicted = is_evicted(pod, seen.node);
-    let tried = old
-        .migration
-        .as_ref()
-        .is_some_and(|last| last.evicted && last.source_uid == uid);
-    let live = pod.metadata.deletion_timestamp.is_none();
-    if !(evicted && !tried || live && wished.is_some()) {
+    let wished = wish.is_some() && wish != old.migrate.as_ref();
+    let stays = stays(run, pod, plan);
+    let policy = policy(seen.machine);
+    let evicted = seen.cordoned
+        && policy.eviction == Eviction::Migrate
+        && stays.is_none()
+        && retry(seen, old, pod).is_none();
+    if !evicted && !wished {
         return None;
     }
     let mut new = old.clone();
     new.migrate = wish.cloned();
-    let policy = seen.machine.spec.migration.clone().unwrap_or_default();
     let mut migration = Migration {
         source_pod: run.pod.clone(),
         source_uid: uid,
@@ -129,7 +128,7 @@ fn begin(seen: &Seen<'_>, old: &VirtualMachineStatus, pod: &Pod, plan: &Plan) ->
         start_time: seen.now.to_string(),
         ..Migration::default()
     };
-    if let Some((reason, message)) = stays(seen.machine, run, pod, plan, evicted) {
+    if let Some((reason, message)) = stays {
         fail(&mut migration, reason, message, seen.now);
     } else {
         new.epoch = old.epoch.saturating_add(1);
@@ -144,41 +143,43 @@ fn begin(seen: &Seen<'_>, old: &VirtualMachineStatus, pod: &Pod, plan: &Plan) ->
 }
 
 /// Why a VM is not moved although it should be.
-fn stays(
-    machine: &VirtualMachine,
-    run: &Run,
-    pod: &Pod,
-    plan: &Plan,
-    evicted: bool,
-) -> Option<(&'static str, &'static str)> {
-    let policy = machine.spec.migration.clone().unwrap_or_default();
-    let containers = pod
-        .status
-        .as_ref()
-        .and_then(|status| status.container_statuses.as_ref());
-    let runs = containers.into_iter().flatten().any(|container| {
-        container
-            .state
-            .as_ref()
-            .is_some_and(|state| state.running.is_some())
-    });
-    if evicted && policy.eviction == Eviction::Stop {
-        Some((
-            "StoppedByPolicy",
-            "spec.migration.eviction says that it is stopped",
-        ))
-    } else if !runs {
+fn stays(run: &Run, pod: &Pod, plan: &Plan) -> Option<(&'static str, &'static str)> {
+    if state::phase(pod) != "Running" {
         Some(("NotRunning", "it does not run"))
     } else if plan.digest() != run.digest {
         Some((
             "SpecChanged",
             "its spec was changed since its run began: the next run has the new one",
         ))
-    } else if plan.sources.make_disks() {
+    } else {
+        bound_to_node(pod, plan)
+    }
+}
+
+/// Why the VM of a pod runs on this one node only.
+fn bound_to_node(pod: &Pod, plan: &Plan) -> Option<(&'static str, &'static str)> {
+    if plan.sources.make_disks() {
         Some((
             "DisksStay",
             "it has disks that were made on its node for this run",
         ))
+    } else if pod.annotations().contains_key(names::SINGLE_NODE) {
+        Some((
+            "VolumeNotShared",
+            "it uses a claim without an access mode for several nodes",
+        ))
+    } else {
+        refused_by_vmmd(plan.vm.spec.as_ref()?)
+    }
+}
+
+/// Why vmmd moves no such VM, with its reason.
+fn refused_by_vmmd(spec: &v1::VmSpec) -> Option<(&'static str, &'static str)> {
+    let is_image = |disk: &v1::DiskSpec| disk.format() == v1::DiskFormat::Qcow2 && !disk.read_only;
+    if !spec.shares.is_empty() {
+        Some(("MigrationShares", "it has shares"))
+    } else if spec.disks.iter().any(is_image) {
+        Some(("MigrationDisks", "it writes to a qcow2 image in a claim"))
     } else {
         None
     }
@@ -187,21 +188,22 @@ fn stays(
 fn fail(migration: &mut Migration, reason: &str, message: impl Into<String>, now: Timestamp) {
     migration.phase = MigrationPhase::Failed;
     migration.end_time = Some(now.to_string());
-    migration.reason = reason.to_owned();
+    reason.clone_into(&mut migration.reason);
     migration.message = message.into();
 }
 
-fn write_failure(
+/// The status after the failure of the migration that is under way.
+pub fn failed(
     old: &VirtualMachineStatus,
     reason: &str,
     message: impl Into<String>,
     now: Timestamp,
-) -> Act {
+) -> VirtualMachineStatus {
     let mut new = old.clone();
     if let Some(migration) = &mut new.migration {
         fail(migration, reason, message, now);
     }
-    Act::Write(Box::new(new))
+    new
 }
 
 fn placing(
@@ -211,69 +213,58 @@ fn placing(
     run: Option<&Pod>,
     plan: Option<&Plan>,
 ) -> Act {
-    let give_up = |reason: &str, message: &str| write_failure(old, reason, message, seen.now);
-    let Some(source) = run else {
-        return give_up("SourceGone", "its pod is gone");
-    };
+    let give_up = |reason: &str, message: &str| Act::Write(Box::new(failed(old, reason, message, seen.now)));
     if seen.machine.metadata.deletion_timestamp.is_some() {
         return give_up("Deleted", "it is being deleted");
     }
-    if status::end(source, false).is_some() {
-        return give_up("NotRunning", "its run has ended");
-    }
-    if source.metadata.deletion_grace_period_seconds == Some(0) {
-        return give_up("Forced", "its pod was deleted without a grace period");
-    }
+    let source = run.filter(|pod| pod.metadata.deletion_timestamp.is_none() && !state::is_gone(pod));
+    let Some(source) = source else {
+        return give_up("SourceGone", "its pod has ended, or is being deleted");
+    };
     let digest = old.run.as_ref().map(|run| &run.digest);
     let Some(plan) = plan.filter(|plan| Some(&plan.digest()) == digest) else {
         return give_up("SpecChanged", "its spec was changed meanwhile");
     };
-    let began: Option<Timestamp> = migration.start_time.parse().ok();
-    let since = began.map_or(SignedDuration::MAX, |began| seen.now.duration_since(began));
+    let since = since(migration, seen.now);
     if since >= PLACING {
-        return give_up("NotPlaced", "no other node was ready to take it in time");
+        return give_up(
+            "NotPlaced",
+            "the launcher of the second pod did not run on another node in time",
+        );
     }
     let left = PLACING - since;
     let Some(target) = seen.target else {
         if migration.pod_uid.is_some() {
-            return give_up("TargetGone", "the target pod is gone");
+            return give_up("TargetGone", "the second pod was deleted");
         }
-        let model = seen.node.and_then(|node| node.labels().get(names::CPU_MODEL));
         return Act::CreateTarget {
             plan: Box::new(plan.clone()),
             epoch: migration.epoch,
             from: migration.from.clone(),
-            cpu_model: model.cloned(),
         };
     };
     let noted = migration.pod_uid.as_ref();
     let belongs = run::belongs(target, seen.machine, migration.epoch);
     if !belongs || noted.is_some_and(|noted| Some(noted) != target.metadata.uid.as_ref()) {
-        return give_up("PodNameTaken", "another pod has the name of the target pod");
+        return give_up("PodNameTaken", "another pod has the name of the second pod");
     }
     if target.metadata.deletion_timestamp.is_some() {
-        return give_up("TargetGone", "the target pod was deleted");
+        return give_up("TargetGone", "the second pod was deleted");
     }
-    if status::end(target, false).is_some() {
-        let message = target.status.as_ref().and_then(|status| status.message.clone());
-        return give_up("TargetRefused", &message.unwrap_or_default());
+    if state::is_gone(target) {
+        let (reason, message) = state::why(target);
+        return give_up("TargetRefused", &format!("{reason}: {message}"));
     }
     let mut new = status::of(seen, old, Some(source), None);
-    let Some(change) = &mut new.migration else {
-        return Act::Idle;
-    };
-    change.pod_uid = target.uid();
-    if noted.is_some() && awaits(target) {
-        let node = target.spec.as_ref().and_then(|spec| spec.node_name.clone());
-        let address = seen
-            .target_node
-            .and_then(|node| node.annotations().get(names::MIGRATION_ADDRESS));
-        let Some(address) = address else {
-            return give_up("TargetRefused", "its node does not say where its vmmd is reached");
-        };
-        change.phase = MigrationPhase::Moving;
-        change.to = node;
-        change.address = Some(address.clone());
+    if let Some(change) = &mut new.migration {
+        change.pod_uid = target.uid();
+        if noted.is_some()
+            && let Some(address) = address(target, seen.migration_port)
+        {
+            change.phase = MigrationPhase::Moving;
+            change.to = target.spec.as_ref().and_then(|spec| spec.node_name.clone());
+            change.address = Some(address);
+        }
     }
     if new != *old {
         return Act::Write(Box::new(new));
@@ -289,53 +280,69 @@ fn placing(
     }
 }
 
-/// Whether the agent of the pod's node waits for the VM.
-fn awaits(pod: &Pod) -> bool {
-    let containers = pod
-        .status
-        .as_ref()
-        .and_then(|status| status.container_statuses.as_ref());
-    let reasons = containers.into_iter().flatten().filter_map(|container| {
-        let waiting = container.state.as_ref()?.waiting.as_ref()?;
-        waiting.reason.as_deref()
-    });
-    reasons.into_iter().any(|reason| reason == names::AWAITS)
+/// Time since the beginning of a migration.
+fn since(migration: &Migration, now: Timestamp) -> SignedDuration {
+    let began: Option<Timestamp> = migration.start_time.parse().ok();
+    began.map_or(SignedDuration::MAX, |began| now.duration_since(began))
+}
+
+fn condition<'a>(pod: &'a Pod, kind: &str) -> Option<&'a PodCondition> {
+    let conditions = pod.status.as_ref()?.conditions.as_ref()?;
+    conditions.iter().find(|one| one.type_ == kind)
+}
+
+/// Where the vmmd of a pod's node is reached, when the pod's launcher runs there.
+fn address(pod: &Pod, port: u16) -> Option<String> {
+    let host = pod.status.as_ref()?.host_ip.as_deref()?;
+    if !state::launcher_runs(pod) {
+        return None;
+    }
+    Some(match host.contains(':') {
+        true => format!("[{host}]:{port}"),
+        false => format!("{host}:{port}"),
+    })
 }
 
 fn moving(seen: &Seen<'_>, old: &VirtualMachineStatus, migration: &Migration, run: Option<&Pod>) -> Act {
-    let kind = names::migration_condition(migration.epoch);
-    let says = |pod: Option<&Pod>, status: &str| {
-        pod.and_then(|pod| condition(pod, &kind))
-            .is_some_and(|one| one.status == status)
-    };
     let target = seen
         .target
         .filter(|target| target.metadata.uid == migration.pod_uid);
-    if run.is_none() || says(run, "True") || says(target, "True") {
+    let source = run.filter(|pod| !state::is_gone(pod));
+    let lost = source.is_none_or(|pod| state::unreachable(pod, seen.now).is_some());
+    let runs_there = target.is_some_and(|target| state::phase(target) == "Running");
+    if run.is_some_and(state::has_migrated) || lost && runs_there {
         return Act::Write(Box::new(succeed(old, migration, seen.now)));
     }
-    if let Some(failure) = run.and_then(|pod| condition(pod, &kind)) {
-        let (reason, message) = (failure.reason.as_deref(), failure.message.as_deref());
-        return write_failure(
-            old,
-            reason.unwrap_or("Failed"),
-            message.unwrap_or_default(),
-            seen.now,
-        );
+    let deleting = seen.machine.metadata.deletion_timestamp.is_some();
+    let limit = SignedDuration::from_secs(migration.timeout_seconds.max(0)) + PLACING;
+    let left = limit - since(migration, seen.now);
+    let ends = deleting || source.is_none() || !left.is_positive();
+    let Some(target) = target.filter(|target| !state::is_gone(target)) else {
+        let (reason, message) = match (seen.target, source) {
+            _ if deleting => ("Deleted", "it is being deleted".to_owned()),
+            (_, None) => ("SourceGone", "its pod has ended".to_owned()),
+            _ if !left.is_positive() => ("TimedOut", "it was not moved within the time limit".to_owned()),
+            (Some(pod), _) => {
+                let (reason, message) = state::why(pod);
+                (
+                    "TargetGone",
+                    format!("the second pod has ended: {reason}: {message}"),
+                )
+            }
+            (None, _) => ("TargetGone", "the second pod was deleted".to_owned()),
+        };
+        return Act::Write(Box::new(failed(old, reason, message, seen.now)));
+    };
+    if ends && let Some(act) = decide::delete(target) {
+        return act;
     }
     let new = status::of(seen, old, run, None);
     if new != *old {
         return Act::Write(Box::new(new));
     }
-    match run {
-        Some(pod) if pod.annotations().get(names::LEAVES) != Some(&migration.epoch.to_string()) => {
-            Act::Wake {
-                pod: pod.name_any(),
-                uid: pod.uid().unwrap_or_default(),
-                epoch: migration.epoch,
-            }
-        }
-        _ => Act::Idle,
+    match ends {
+        true => Act::Idle,
+        false => Act::Wait(left),
     }
 }
 

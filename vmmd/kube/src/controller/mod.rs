@@ -5,8 +5,10 @@
 //! Only one of several controllers works: the holder of the [`crate::leader`] lease. Two
 //! controllers that both believe to be the holder do no harm, see [`decide`].
 
+mod budget;
 mod decide;
 mod migration;
+mod nodes;
 mod orphans;
 mod status;
 
@@ -26,21 +28,23 @@ use kube::{
         WatchStreamExt as _,
         controller::{Action, Controller},
         events::{Event, EventType, Recorder},
-        reflector::{ObjectRef, Store},
+        reflector::Store,
         watcher,
     },
 };
 use serde_json::json;
 use tokio::time::Instant;
 
-pub use self::migration::is_evicted;
-
-use self::decide::{Act, Seen};
+use self::{
+    budget::Budgets,
+    decide::{Act, Seen},
+};
 use crate::{
     backoff::{Watches, watching},
     clients::Clients,
-    crd::{MigrationPhase, VirtualMachine},
-    launcher, metrics, names, placeholder,
+    crd::{MigrationPhase, VirtualMachine, VirtualMachineStatus},
+    launcher::{self, Claimed, Claims},
+    metrics, names,
     run::{Plan, Settings},
     spec::Invalid,
 };
@@ -59,6 +63,8 @@ struct Context {
     client: Client,
     settings: Settings,
     recorder: Recorder,
+    nodes: Store<Node>,
+    budgets: Budgets,
     /// By the uids of the VirtualMachines.
     refused: Mutex<HashMap<String, Refused>>,
 }
@@ -83,13 +89,15 @@ enum Error {
 pub async fn run(clients: Clients, settings: Settings) {
     let machines = Api::<VirtualMachine>::all(clients.watches.clone());
     let pods = Api::<Pod>::all(clients.watches.clone());
-    let nodes = Api::<Node>::all(clients.watches.clone());
     let recorder = Recorder::new(clients.calls.clone(), "vmmd-kube-controller".into());
-    let launcher = settings.launcher_image.is_some();
+    let (listed, anew) = mpsc::unbounded();
+    let (nodes, changes) = nodes::watch(clients.watches.clone(), listed.clone());
     let context = Arc::new(Context {
         client: clients.calls.clone(),
         settings,
         recorder,
+        nodes,
+        budgets: Budgets::new(clients.calls.clone()),
         refused: Mutex::default(),
     });
     let controller = Controller::new(machines, watching());
@@ -102,17 +110,12 @@ pub async fn run(clients: Clients, settings: Settings) {
         };
         metrics::count(counted.state().iter().map(phase))
     });
-    let orphans = tokio::spawn(orphans::run(clients, store.clone()));
-    let (listed, anew) = mpsc::unbounded();
-    let mut controller = controller
-        .owns_stream(watched(pods, listed))
-        .reconcile_all_on(anew);
-    if !launcher {
-        controller = controller.watches(nodes, watching().labels(names::NODE), move |node| {
-            on_node(&store, &node)
-        });
-    }
+    let machines = store.clone();
+    let orphans = tokio::spawn(orphans::run(clients, store));
     controller
+        .owns_stream(watched(pods, listed))
+        .reconcile_all_on(anew)
+        .watches_stream(changes, move |node| nodes::leaving(&machines, &node))
         .trigger_backoff(Watches::new())
         .run(reconcile, on_error, context)
         .for_each(|result| async move {
@@ -141,27 +144,6 @@ fn watched(
         .touched_objects()
 }
 
-/// The VirtualMachines whose status depends on a node. The node's periodic reports cause no work
-/// without VMs on the node.
-fn on_node(store: &Store<VirtualMachine>, node: &Node) -> Vec<ObjectRef<VirtualMachine>> {
-    let conditions = node.status.as_ref().and_then(|status| status.conditions.as_ref());
-    let lost = conditions
-        .into_iter()
-        .flatten()
-        .any(|condition| condition.type_ == "Ready" && condition.status == "Unknown")
-        || node.metadata.deletion_timestamp.is_some();
-    let name = node.name_any();
-    let concerned = store.state_filter(|machine| {
-        let status = machine.status.as_ref();
-        status
-            .is_some_and(|status| status.node.as_ref() == Some(&name) && (lost || status.phase == "Unknown"))
-    });
-    concerned
-        .iter()
-        .map(|machine| ObjectRef::from_obj(&**machine))
-        .collect()
-}
-
 #[allow(clippy::needless_pass_by_value, reason = "the form that Controller wants")]
 fn on_error(machine: Arc<VirtualMachine>, error: &Error, _: Arc<Context>) -> Action {
     match error {
@@ -179,33 +161,29 @@ fn on_error(machine: Arc<VirtualMachine>, error: &Error, _: Arc<Context>) -> Act
 async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Result<Action, Error> {
     let namespace = machine.namespace().unwrap_or_default();
     let pods = Api::<Pod>::namespaced(context.client.clone(), &namespace);
-    let launcher = context.settings.launcher_image.is_some();
-    // The pod has all about the node of a launcher.
-    let nodes = (!launcher).then(|| Api::<Node>::all(context.client.clone()));
     let mut machine = (*machine).clone();
     for _ in 0..STEPS {
         let status = machine.status.clone().unwrap_or_default();
-        let run = status.run.as_ref().map(|run| run.pod.as_str());
-        let migration = status.migration.as_ref();
-        let target = migration.map(|migration| migration.pod.as_str());
-        let source = migration.map(|migration| migration.source_pod.as_str());
-        let pod = find(&pods, run).await?;
-        let node = node_of(nodes.as_ref(), pod.as_ref()).await?;
-        // All about a finished migration is known, except a pod that it may have left over.
-        let (target, source) = match migration.map(|migration| migration.phase) {
+        let pod = find(&pods, status.run.as_ref().map(|run| run.pod.as_str())).await?;
+        // All about a migration that is over is known, except a pod that it may have left over.
+        let (target, source) = match &status.migration {
             None => (None, None),
-            Some(MigrationPhase::Succeeded) => (None, find(&pods, source).await?),
-            Some(_) => (find(&pods, target).await?, None),
+            Some(last) if last.phase == MigrationPhase::Succeeded => {
+                (None, find(&pods, Some(&last.source_pod)).await?)
+            }
+            Some(migration) => (find(&pods, Some(&migration.pod)).await?, None),
         };
-        let target_node = node_of(nodes.as_ref(), target.as_ref()).await?;
+        let node = pod
+            .as_ref()
+            .and_then(|pod| pod.spec.as_ref()?.node_name.as_deref());
         let seen = Seen {
             machine: &machine,
             pod: pod.as_ref(),
-            node: node.as_ref(),
+            cordoned: node.is_some_and(|node| nodes::is_cordoned(&context.nodes, node)),
             target: target.as_ref(),
-            target_node: target_node.as_ref(),
             source: source.as_ref(),
-            launcher,
+            budget: context.budgets.known(&machine),
+            migration_port: context.settings.migration_port,
             now: Timestamp::now(),
         };
         let act = decide::next(&seen);
@@ -229,15 +207,6 @@ async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Resul
 async fn find(pods: &Api<Pod>, name: Option<&str>) -> Result<Option<Pod>, Error> {
     match name.filter(|name| !name.is_empty()) {
         Some(name) => Ok(pods.get_opt(name).await?),
-        None => Ok(None),
-    }
-}
-
-async fn node_of(nodes: Option<&Api<Node>>, pod: Option<&Pod>) -> Result<Option<Node>, Error> {
-    let Some(nodes) = nodes else { return Ok(None) };
-    let bound = pod.and_then(|pod| pod.spec.as_ref()?.node_name.as_deref());
-    match bound.filter(|name| !name.is_empty()) {
-        Some(name) => Ok(nodes.get_opt(name).await?),
         None => Ok(None),
     }
 }
@@ -267,19 +236,11 @@ impl Context {
                     .collect();
                 self.finalize(&machines, machine, &finalizers).await?;
                 self.refused().remove(&machine.uid().unwrap_or_default());
+                self.budgets.forget(machine);
                 return Ok(None);
             }
             Act::Write(status) => {
-                let mut new = machine.clone();
-                new.status = Some(*status);
-                let parameters = PostParams::default();
-                let written = machines.replace_status(&name, &parameters, &new).await?;
-                let old = machine.status.clone().unwrap_or_default();
-                let new = new.status.unwrap_or_default();
-                for (type_, reason, note) in status::news(&old, &new) {
-                    self.tell(machine, type_, &reason, &note).await;
-                }
-                return Ok(Some(written));
+                return Ok(Some(self.write(&machines, machine, *status).await?));
             }
             Act::CreatePod(plan) => {
                 let epoch = machine.status.as_ref().map_or(0, |status| status.run_epoch());
@@ -290,10 +251,7 @@ impl Context {
                         let old = machine.status.clone().unwrap_or_default();
                         let new = status::failed_create(old.clone(), &refusal.message, Timestamp::now());
                         if new != old {
-                            let mut machine = machine.clone();
-                            machine.status = Some(new);
-                            let parameters = PostParams::default();
-                            return Ok(Some(machines.replace_status(&name, &parameters, &machine).await?));
+                            return Ok(Some(self.write(&machines, machine, new).await?));
                         }
                     }
                     created => {
@@ -302,29 +260,27 @@ impl Context {
                     }
                 }
             }
-            Act::CreateTarget {
-                plan,
-                epoch,
-                from,
-                cpu_model,
-            } => {
-                let from = (from.as_str(), cpu_model.as_deref());
-                let pod = placeholder::target(machine, &plan, epoch, &self.settings, from);
-                self.create(machine, pod, epoch, pods).await?;
-            }
-            Act::Wake { pod, uid, epoch } => {
-                let patch = json!({"metadata": {
-                    "uid": uid,
-                    "annotations": {names::LEAVES: epoch.to_string()},
-                }});
-                match pods
-                    .patch(&pod, &PatchParams::default(), &Patch::Merge(patch))
-                    .await
-                {
-                    Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => {}
-                    patched => drop(patched?),
+            Act::CreateTarget { plan, epoch, from } => {
+                let pod = self.pod(machine, &plan, epoch).await?;
+                let pod = pod.map(|pod| launcher::away_from(pod, &from));
+                match self.create(machine, pod, epoch, pods).await {
+                    Err(Error::Api(kube::Error::Api(refusal))) if (400..500).contains(&refusal.code) => {
+                        let old = machine.status.clone().unwrap_or_default();
+                        let new =
+                            migration::failed(&old, "TargetRefused", &refusal.message, Timestamp::now());
+                        return Ok(Some(self.write(&machines, machine, new).await?));
+                    }
+                    created => created?,
                 }
             }
+            Act::Label(node) => {
+                let patch = json!({"metadata": {"labels": {names::MIGRATING_FROM: node}}});
+                let parameters = PatchParams::default();
+                return Ok(Some(
+                    machines.patch(&name, &parameters, &Patch::Merge(patch)).await?,
+                ));
+            }
+            Act::SetBudget(wanted) => self.budgets.set(machine, wanted).await?,
             Act::DeletePod { pod, uid } => {
                 let parameters = DeleteParams {
                     preconditions: Some(Preconditions {
@@ -347,6 +303,27 @@ impl Context {
         Ok(machines.get_opt(&name).await?)
     }
 
+    /// Writes the status over the version that was read.
+    async fn write(
+        &self,
+        machines: &Api<VirtualMachine>,
+        machine: &VirtualMachine,
+        status: VirtualMachineStatus,
+    ) -> Result<VirtualMachine, Error> {
+        let old = machine.status.clone().unwrap_or_default();
+        let news = status::news(&old, &status);
+        let mut new = machine.clone();
+        new.status = Some(status);
+        let parameters = PostParams::default();
+        let written = machines
+            .replace_status(&machine.name_any(), &parameters, &new)
+            .await?;
+        for (type_, reason, note) in news {
+            self.tell(machine, type_, &reason, &note).await;
+        }
+        Ok(written)
+    }
+
     /// The pod of a run.
     async fn pod(
         &self,
@@ -354,21 +331,17 @@ impl Context {
         plan: &Plan,
         epoch: i64,
     ) -> Result<Result<Pod, Invalid>, Error> {
-        if self.settings.launcher_image.is_none() {
-            return Ok(placeholder::pod(machine, plan, epoch, &self.settings));
-        }
         let namespace = machine.namespace().unwrap_or_default();
         let claims = Api::<PersistentVolumeClaim>::namespaced(self.client.clone(), &namespace);
-        let mut modes = launcher::Modes::new();
+        let mut known = Claims::new();
         for name in launcher::claims(&plan.sources) {
             let Some(claim) = claims.get_opt(name).await? else {
                 let text = format!("spec.volumes: there is no PersistentVolumeClaim {name}");
                 return Ok(Err(Invalid(text)));
             };
-            let mode = claim.spec.and_then(|spec| spec.volume_mode);
-            modes.insert(name.to_owned(), mode.as_deref() == Some("Block"));
+            known.insert(name.to_owned(), Claimed::from(&claim));
         }
-        Ok(launcher::pod(machine, plan, epoch, &self.settings, &modes))
+        Ok(launcher::pod(machine, plan, epoch, &self.settings, &known))
     }
 
     fn refused(&self) -> MutexGuard<'_, HashMap<String, Refused>> {

@@ -1,8 +1,7 @@
 //! Pods of runs outside of all reconciliations.
 //!
 //! - Launcher pods that were deleted, and of which nothing runs any more: their finalizer is removed.
-//! - Other pods that were deleted before they were bound: no node has any part of them, and no agent
-//!   will ever remove their finalizer.
+//!   A pod that reports the success of a migration stays until the status has the result.
 //! - Pods of an earlier run that an outdated controller has created late: no agent runs them, and
 //!   no other component deletes them.
 
@@ -56,22 +55,43 @@ pub async fn run(clients: Clients, machines: Store<VirtualMachine>) {
         };
         for pod in due {
             failed.remove(&pod.uid());
-            if let Err(error) = look_after(&clients.calls, &machines, &pod).await {
-                tracing::warn!(pod = pod.name_any(), "{error}; tried again");
-                failed.insert(pod.uid(), pod);
+            match look_after(&clients.calls, &machines, &pod).await {
+                Ok(true) => {}
+                Ok(false) => drop(failed.insert(pod.uid(), pod)),
+                Err(error) => {
+                    tracing::warn!(pod = pod.name_any(), "{error}; tried again");
+                    failed.insert(pod.uid(), pod);
+                }
             }
         }
     }
 }
 
-async fn look_after(client: &Client, machines: &Store<VirtualMachine>, pod: &Pod) -> kube::Result<()> {
+/// Whether nothing is left to be done.
+async fn look_after(client: &Client, machines: &Store<VirtualMachine>, pod: &Pod) -> kube::Result<bool> {
     if is_orphan(pod) {
-        release(client, pod).await
+        if is_awaited(client, pod).await? {
+            return Ok(false);
+        }
+        release(client, pod).await?;
     } else if pod.metadata.deletion_timestamp.is_none() {
-        delete_stale(client, machines, pod).await
-    } else {
-        Ok(())
+        delete_stale(client, machines, pod).await?;
     }
+    Ok(true)
+}
+
+/// Whether the status of the VirtualMachine lacks the success of a migration that the pod reports.
+async fn is_awaited(client: &Client, pod: &Pod) -> kube::Result<bool> {
+    let Some(owner) = owner(pod).filter(|_| state::has_migrated(pod)) else {
+        return Ok(false);
+    };
+    let machines = Api::<VirtualMachine>::namespaced(client.clone(), &pod.namespace().unwrap_or_default());
+    let status = machines
+        .get_opt(&owner.name)
+        .await?
+        .and_then(|machine| machine.status);
+    let moving = status.as_ref().and_then(|status| status.moving());
+    Ok(moving.is_some_and(|migration| Some(&migration.source_uid) == pod.metadata.uid.as_ref()))
 }
 
 /// The API server is asked about a VirtualMachine only when the pod is not the one that the controller knows of. It does not wait until the
@@ -127,12 +147,9 @@ fn is_stale(pod: &Pod, owner: &OwnerReference, machine: Option<&VirtualMachine>)
 
 /// Whether the finalizer of a pod has to be removed here.
 fn is_orphan(pod: &Pod) -> bool {
-    let bound = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
-    // The API server binds no pod that is being deleted.
-    let unbound = bound.unwrap_or_default().is_empty();
     pod.metadata.deletion_timestamp.is_some()
         && pod.finalizers().iter().any(|name| name == names::VM_GONE)
-        && (unbound || state::is_launcher(pod) && state::is_gone(pod))
+        && state::is_gone(pod)
 }
 
 /// Over the version that was seen: when the pod has changed since, the watch says so.
@@ -173,7 +190,6 @@ mod tests {
         for (deleted, node, finalizer, orphan) in table {
             let pod: Pod = serde_json::from_value(json!({
                 "metadata": {
-                    "annotations": {names::MANIFEST: "{}"},
                     "deletionTimestamp": deleted.then_some("2026-01-02T03:04:05Z"),
                     "finalizers": if finalizer { vec![names::VM_GONE] } else { vec![] },
                 },

@@ -10,7 +10,7 @@ mod spec;
 pub mod state;
 
 pub use self::{
-    pod::{Modes, claims, pod},
+    pod::{Claimed, Claims, away_from, claims, pod},
     spec::{plan, with_pod},
 };
 

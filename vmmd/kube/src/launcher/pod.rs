@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use k8s_openapi::{
     api::core::v1::{
         Capabilities, ConfigMapVolumeSource, Container, EnvVar, EnvVarSource, ExecAction, KeyToPath,
-        ObjectFieldSelector, PersistentVolumeClaimVolumeSource, Pod, Probe, ResourceRequirements,
-        SeccompProfile, SecretVolumeSource, SecurityContext, Volume, VolumeDevice, VolumeMount,
+        NodeSelectorRequirement, NodeSelectorTerm, ObjectFieldSelector, PersistentVolumeClaim,
+        PersistentVolumeClaimVolumeSource, Pod, Probe, ResourceRequirements, SeccompProfile,
+        SecretVolumeSource, SecurityContext, Volume, VolumeDevice, VolumeMount,
     },
     apimachinery::pkg::api::resource::Quantity,
 };
@@ -34,8 +35,34 @@ const USER: i64 = 65532;
 const STARTUP_PERIOD: i32 = 2;
 const READINESS_PERIOD: i32 = 10;
 
-/// For each claim of a VirtualMachine by its name: whether its volume is a block device.
-pub type Modes = BTreeMap<String, bool>;
+/// A claim, as far as a launcher pod depends on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Claimed {
+    /// Its volume is a block device.
+    pub block: bool,
+    /// Pods on several nodes can write to it at a time (ReadWriteMany).
+    pub write_many: bool,
+    /// Pods on several nodes can read it at a time (ReadWriteMany, ReadOnlyMany).
+    pub read_many: bool,
+}
+
+impl From<&PersistentVolumeClaim> for Claimed {
+    fn from(claim: &PersistentVolumeClaim) -> Self {
+        let spec = claim.spec.as_ref();
+        let modes = spec
+            .and_then(|spec| spec.access_modes.as_deref())
+            .unwrap_or_default();
+        let has = |mode: &str| modes.iter().any(|one| one == mode);
+        Self {
+            block: spec.and_then(|spec| spec.volume_mode.as_deref()) == Some("Block"),
+            write_many: has("ReadWriteMany"),
+            read_many: has("ReadWriteMany") || has("ReadOnlyMany"),
+        }
+    }
+}
+
+/// The claims of a VirtualMachine by their names.
+pub type Claims = BTreeMap<String, Claimed>;
 
 /// Names of the claims of a VirtualMachine.
 pub fn claims(sources: &Sources) -> BTreeSet<&str> {
@@ -56,18 +83,25 @@ pub fn pod(
     plan: &Plan,
     epoch: i64,
     settings: &Settings,
-    modes: &Modes,
+    claims: &Claims,
 ) -> Result<Pod, Invalid> {
     let mut pod = run::base(machine, epoch)?;
     let mut container = container(machine, plan, epoch, settings)?;
     let mut volumes = Vec::new();
     let (mut mounts, mut devices) = (Vec::new(), Vec::new());
+    let mut single_node = false;
     for volume in &plan.sources.volumes {
         let Some(claim) = &volume.persistent_volume_claim else {
             continue;
         };
         let name = &volume.name;
-        if modes.get(&claim.claim_name) == Some(&true) {
+        let claimed = claims.get(&claim.claim_name).copied().unwrap_or_default();
+        single_node |= !if claim.read_only {
+            claimed.read_many
+        } else {
+            claimed.write_many
+        };
+        if claimed.block {
             let shares = plan.vm.spec.iter().flat_map(|spec| &spec.shares);
             if shares.into_iter().any(|share| share.name == *name) {
                 return Err(Invalid(format!(
@@ -104,13 +138,40 @@ pub fn pod(
     }
     container.volume_mounts = Some(mounts).filter(|all| !all.is_empty());
     container.volume_devices = Some(devices).filter(|all| !all.is_empty());
+    if single_node {
+        pod.annotations_mut()
+            .insert(names::SINGLE_NODE.to_owned(), String::new());
+    }
     let spec = pod.spec.get_or_insert_default();
     spec.containers = vec![container];
     spec.volumes = Some(volumes).filter(|all| !all.is_empty());
-    spec.runtime_class_name.clone_from(&settings.runtime_class);
     // The launcher ends with the run. vmmd restarts the VM in a run.
     spec.restart_policy = Some("Never".to_owned());
     Ok(pod)
+}
+
+/// A pod that the scheduler places on another node than this one.
+pub fn away_from(mut pod: Pod, node: &str) -> Pod {
+    let spec = pod.spec.get_or_insert_default();
+    let affinity = spec.affinity.get_or_insert_default();
+    let required = affinity
+        .node_affinity
+        .get_or_insert_default()
+        .required_during_scheduling_ignored_during_execution
+        .get_or_insert_default();
+    // One of the terms has to be fulfilled.
+    if required.node_selector_terms.is_empty() {
+        required.node_selector_terms.push(NodeSelectorTerm::default());
+    }
+    for term in &mut required.node_selector_terms {
+        let elsewhere = NodeSelectorRequirement {
+            key: "metadata.name".to_owned(),
+            operator: "NotIn".to_owned(),
+            values: Some(vec![node.to_owned()]),
+        };
+        term.match_fields.get_or_insert_default().push(elsewhere);
+    }
+    pod
 }
 
 fn mount(name: &str, path: String) -> VolumeMount {
@@ -224,7 +285,7 @@ fn container(
     };
     Ok(Container {
         name: names::CONTAINER.to_owned(),
-        image: settings.launcher_image.clone(),
+        image: Some(settings.launcher_image.clone()),
         command: Some(vec![PROGRAM.to_owned()]),
         env: Some(vec![
             field("VMMD_POD_NAMESPACE", "metadata.namespace"),

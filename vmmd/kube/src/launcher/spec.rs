@@ -12,7 +12,7 @@ use vmmd_api::v1::{self, disk_spec, nic_spec::Attachment};
 use crate::{
     crd::VirtualMachine,
     run::{self, Plan},
-    sources::{self, Allowed, Sources},
+    sources::{self, Sources},
     spec::Invalid,
 };
 
@@ -32,8 +32,8 @@ pub fn plan(machine: &VirtualMachine) -> Result<Plan, Invalid> {
     let mut vm = run::vm(machine, &manifest, &sources)?;
     // Its NICs have stand-ins.
     let nics = vm.spec.as_mut().map(|spec| std::mem::take(&mut spec.nics));
-    if let Some(field) = sources::of_node(&vm, &Allowed::default()) {
-        return Err(of_node(&field));
+    if let Some(field) = node_field(&vm) {
+        return Err(of_node(&format!("spec.vm.{field}")));
     }
     connect(&mut vm, nics.unwrap_or_default(), &networks);
     join(&mut vm, &sources);
@@ -45,7 +45,13 @@ pub fn plan(machine: &VirtualMachine) -> Result<Plan, Invalid> {
         sources,
     };
     // Only the creation of a pod shows whether the other fields are valid.
-    super::pod(machine, &plan, 0, &run::Settings::default(), &super::Modes::new())?;
+    super::pod(
+        machine,
+        &plan,
+        0,
+        &run::Settings::default(),
+        &super::Claims::new(),
+    )?;
     Ok(plan)
 }
 
@@ -70,6 +76,20 @@ pub fn closed(vm: &v1::Vm, sources: &Sources) -> v1::Vm {
         spec.pod = None;
     }
     vm
+}
+
+/// The first field of a VM without NICs that names a thing of the node.
+fn node_field(vm: &v1::Vm) -> Option<String> {
+    let spec = vm.spec.as_ref()?;
+    let boot = spec.boot.as_ref().and_then(|boot| boot.source.as_ref());
+    let kernel = matches!(boot, Some(v1::boot_spec::Source::Linux(_)));
+    let kernel = kernel.then(|| "boot.linux".to_owned());
+    let state = (!spec.state_dir.is_empty()).then(|| "stateDir".to_owned());
+    let disk = spec.disks.iter().position(|disk| disk.source.is_some());
+    let disk = disk.map(|index| format!("disks[{index}]"));
+    let share = spec.shares.iter().position(|share| !share.path.is_empty());
+    let share = share.map(|index| format!("shares[{index}]"));
+    kernel.or(state).or(disk).or(share)
 }
 
 fn of_node(field: &str) -> Invalid {

@@ -6,13 +6,14 @@
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{ContainerState, ContainerStateTerminated, Pod, PodStatus};
-use kube::ResourceExt as _;
 
 use crate::names;
 
 /// Time for the kubelet to report the end of a deleted pod, after its grace period.
 const OVERDUE: SignedDuration = SignedDuration::from_secs(60);
 
+/// Reason of the end of a launcher whose VM has moved to another node.
+const MIGRATED: &str = "Migrated";
 /// Reason of the end of a launcher whose VirtualMachine has another spec than the run.
 pub const SPEC_CHANGED: &str = "SpecChanged";
 
@@ -27,11 +28,6 @@ const REJECTIONS: [&str; 7] = [
     "AppArmor",
     "PodOSNotSupported",
 ];
-
-/// Whether a pod has a launcher. A pod of a virtual node carries its VM.
-pub fn is_launcher(pod: &Pod) -> bool {
-    !pod.annotations().contains_key(names::MANIFEST)
-}
 
 /// Whether nothing of a pod runs, and never will: it was deleted before it was bound, the kubelet
 /// has rejected it, or all its containers have terminated and are not started again.
@@ -72,6 +68,8 @@ pub fn end(pod: &Pod, changed: bool) -> Option<String> {
         Some(state) => match (state.exit_code, word(state)) {
             (0, Some("Stopped" | "Killed" | names::STOPPED)) if deleted => return None,
             (0, Some("Stopped" | "Killed" | names::STOPPED)) => names::STOPPED,
+            // The VM has ended with the pod that it has moved to.
+            (0, Some(MIGRATED)) => "Lost",
             (0, _) => "Succeeded",
             _ if deleted => return None,
             (_, Some(SPEC_CHANGED)) if changed => "Replaced",
@@ -86,6 +84,16 @@ pub fn end(pod: &Pod, changed: bool) -> Option<String> {
     Some(end.to_owned())
 }
 
+/// Whether the VM of a pod has moved to another pod.
+pub fn has_migrated(pod: &Pod) -> bool {
+    terminated(pod).is_some_and(|state| state.exit_code == 0 && word(state) == Some(MIGRATED))
+}
+
+/// Whether the launcher of a pod runs.
+pub fn launcher_runs(pod: &Pod) -> bool {
+    launcher(pod).is_some_and(|one| one.state.as_ref().is_some_and(|state| state.running.is_some()))
+}
+
 /// The end of the launcher.
 fn terminated(pod: &Pod) -> Option<&ContainerStateTerminated> {
     launcher(pod)?.state.as_ref()?.terminated.as_ref()
@@ -96,9 +104,10 @@ fn launcher(pod: &Pod) -> Option<&k8s_openapi::api::core::v1::ContainerStatus> {
     containers.iter().find(|one| one.name == names::CONTAINER)
 }
 
-/// The reason in a termination message, `Reason: message`.
+/// The reason in a termination message: `Reason: message`, or the reason alone.
 fn word(state: &ContainerStateTerminated) -> Option<&str> {
-    let (word, _) = state.message.as_deref()?.split_once(": ")?;
+    let text = state.message.as_deref()?.trim_end();
+    let word = text.split_once(": ").map_or(text, |(word, _)| word);
     let camel = word.starts_with(|first: char| first.is_ascii_uppercase())
         && word.bytes().all(|byte| byte.is_ascii_alphanumeric());
     camel.then_some(word)
@@ -124,10 +133,12 @@ pub fn phase(pod: &Pod) -> &'static str {
         return "Failed";
     }
     // The startup probe succeeds when the VM runs.
-    let runs = launcher(pod).is_some_and(|one| {
-        one.started == Some(true) && one.state.as_ref().is_some_and(|state| state.running.is_some())
-    });
-    if runs { "Running" } else { "Starting" }
+    let started = launcher(pod).is_some_and(|one| one.started == Some(true));
+    if started && launcher_runs(pod) {
+        "Running"
+    } else {
+        "Starting"
+    }
 }
 
 /// Reason and message of a pod that is not ready, from the launcher's container.

@@ -30,7 +30,6 @@ static FIGURES: LazyLock<Figures> = LazyLock::new(Figures::default);
 struct Figures {
     requests: Family<Labels, Counter>,
     reconciles: Family<Labels, Counter>,
-    sessions: Family<Labels, Gauge>,
     leader: Mutex<Option<bool>>,
     vms: Mutex<Option<Source>>,
 }
@@ -76,24 +75,6 @@ pub fn count(phases: impl Iterator<Item = String>) -> Phases {
     counts
 }
 
-/// A session of `kubectl attach`, `exec` or `port-forward`, which counts until it is dropped.
-pub struct Session(Labels);
-
-impl Session {
-    /// One begins.
-    pub fn begin(kind: &str) -> Self {
-        let labels = vec![("kind", kind.to_owned())];
-        FIGURES.sessions.get_or_create(&labels).inc();
-        Self(labels)
-    }
-}
-
-impl Drop for Session {
-    fn drop(&mut self) {
-        FIGURES.sessions.get_or_create(&self.0).dec();
-    }
-}
-
 /// All figures as they are now, in the text format (OpenMetrics 1.0).
 fn gather() -> String {
     let mut registry = Registry::default();
@@ -112,11 +93,6 @@ fn gather() -> String {
         "vmmd_kube_reconciles",
         "Steps that were done for an object, by how they ended",
         figures.reconciles.clone(),
-    );
-    registry.register(
-        "vmmd_kube_sessions",
-        "Sessions of kubectl attach, exec and port-forward",
-        figures.sessions.clone(),
     );
     if let Some(leads) = *lock(&figures.leader) {
         let leader = Gauge::<i64>::default();
@@ -159,13 +135,11 @@ mod tests {
         reconciled(true);
         leads(true);
         vms(|| count(["Running", "Running", "Failed"].map(str::to_owned).into_iter()));
-        let session = Session::begin("attach");
         let text = gather();
         for line in [
             r#"vmmd_kube_api_requests_total{method="get",resource="pods",code="200"} "#,
             r#"vmmd_kube_api_requests_total{method="get",resource="pods",code="none"} "#,
             r#"vmmd_kube_reconciles_total{result="ok"} "#,
-            r#"vmmd_kube_sessions{kind="attach"} 1"#,
             "vmmd_kube_leader 1",
             r#"vmmd_kube_vms{phase="Running"} 2"#,
             r#"vmmd_kube_vms{phase="Failed"} 1"#,
@@ -175,8 +149,6 @@ mod tests {
             assert!(text.contains(line), "no {line:?} in {text}");
         }
         assert!(text.ends_with("# EOF\n"), "{text}");
-        drop(session);
-        assert!(gather().contains(r#"vmmd_kube_sessions{kind="attach"} 0"#));
         let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/src/metrics.md");
         let page = std::fs::read_to_string(page).unwrap();
         let series = text.lines().filter(|line| !line.starts_with('#'));

@@ -7,11 +7,15 @@ use std::{
 };
 
 use tonic::{Code, Status};
-use vmmd_api::v1::{self, VmPhase};
+use vmmd_api::{
+    v1::{self, VmPhase},
+    well_known,
+};
 
-use super::{Error, Lack, Provisioner, seed};
+use super::{Error, Lack, Provisioner, RunPod, seed};
 use crate::{
     daemon::{self, CALL, name, pod_uid, same, within},
+    names,
     sources::Sources,
 };
 
@@ -96,6 +100,35 @@ impl Provisioner {
         };
         let answer = within(CALL, self.daemon.vms.clone().start_vm(request)).await?;
         Ok(answer.vm)
+    }
+
+    /// Gives a VM the labels of the VM of this pod.
+    pub async fn mark(&self, vm: &v1::Vm, run: &RunPod) -> Result<v1::Vm, Status> {
+        let labels = run.labels(&self.node);
+        let paths = labels.iter().map(|(key, _)| format!("metadata.labels[{key}]"));
+        let paths = paths
+            .chain([format!("metadata.annotations[{}]", names::POD)])
+            .collect();
+        let metadata = v1::ObjectMetadata {
+            name: name(vm),
+            labels: labels.into(),
+            annotations: [(names::POD.to_owned(), run.path())].into(),
+            ..v1::ObjectMetadata::default()
+        };
+        let request = v1::UpdateVmRequest {
+            vm: Some(v1::Vm {
+                metadata: Some(metadata),
+                ..v1::Vm::default()
+            }),
+            update_mask: Some(well_known::FieldMask { paths }),
+            no_wait: true,
+            preconditions: Some(same(vm)),
+            ..v1::UpdateVmRequest::default()
+        };
+        let answer = within(CALL, self.daemon.vms.clone().update_vm(request)).await?;
+        answer
+            .vm
+            .ok_or_else(|| Status::internal("an answer without a VM"))
     }
 
     /// Deletes a VM, with its process when there is one.

@@ -23,7 +23,7 @@ use self::images::Imports;
 use crate::{
     daemon::Daemon,
     names,
-    sources::{self, Place, Sources},
+    sources::{self, Sources},
 };
 
 /// Error of a step. The step is repeated.
@@ -198,8 +198,7 @@ impl Provisioner {
                 .await?
             {
                 Ok(name) => {
-                    let place = Place::of(disk_spec::Source::Disk(name));
-                    sources::fill(&mut vm, &volume.name, &place);
+                    sources::fill(&mut vm, &volume.name, &disk_spec::Source::Disk(name));
                 }
                 Err(disks::NoDisk::Lacks(lack)) => lacks.push(lack),
                 Err(disks::NoDisk::Refused(status)) => {

@@ -114,6 +114,10 @@ impl Node {
                 (false, None) => {}
             };
         }
+        if self.state.moves.has_left(&uid) {
+            self.state.pods.disconnect(&uid);
+            return self.terminated(pod, 0, "Migrated");
+        }
         if deleted {
             self.kill(&uid);
             return self.terminated(pod, 0, "Stopped: it was stopped");
@@ -216,6 +220,8 @@ impl Node {
         let condition = |kind: &str| json!({"type": kind, "status": if ready { "True" } else { "False" }});
         let status = json!({
             "phase": phase,
+            // Its vmmd is reached by this name.
+            "hostIP": *self.state.node,
             "podIP": ADDRESS,
             "podIPs": [{"ip": ADDRESS}],
             "conditions": [condition("Ready"), condition("ContainersReady")],

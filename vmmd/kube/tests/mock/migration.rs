@@ -1,7 +1,7 @@
 //! Migrations of the mock: as between two vmmds, with what each keeps when it ends in between.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU32, Ordering},
@@ -13,10 +13,13 @@ use std::{
 use tonic::{Code, Request, Response, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
 use vmmd_api::v1::{
-    self, OperationPhase, VmPhase, WatchEventType, migration_service_server::MigrationService,
+    self, ExitReason, OperationPhase, VmPhase, WatchEventType, migration_service_server::MigrationService,
 };
 
-use super::vmmd::{State, lock, move_id};
+use super::{
+    pods::not_connected,
+    vmmd::{State, lock, move_id},
+};
 
 /// Point at which a migration waits for the test.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,13 +45,18 @@ pub struct Moves {
     pub hold: Arc<Mutex<Hold>>,
     /// Refusal of a migration.
     pub refusal: Arc<Mutex<Option<Status>>>,
-    /// How a migration fails after its beginning.
-    pub failure: Arc<Mutex<Option<String>>>,
+    /// Uids of pods whose VM has moved away, which their launchers know.
+    left: Arc<Mutex<BTreeSet<String>>>,
 }
 
 impl Moves {
     pub fn concern(&self, vm: &str) -> bool {
         lock(&self.under_way).contains_key(vm)
+    }
+
+    /// Whether the VM of a pod has moved away.
+    pub fn has_left(&self, pod: &str) -> bool {
+        lock(&self.left).contains(pod)
     }
 
     /// Waits until the daemon runs.
@@ -92,6 +100,13 @@ impl MigrationService for State {
         }
         if let Some(refusal) = lock(&self.moves.refusal).clone() {
             return Err(refusal);
+        }
+        if request.target_pod.is_empty() {
+            return Err(refused("MIGRATION_POD", "the VM has a pod"));
+        }
+        let target = self.ledger.node(&request.target);
+        if !target.is_some_and(|target| target.pods.is_connected(&request.target_pod)) {
+            return Err(not_connected());
         }
         let wanted = request.preconditions.clone().unwrap();
         {
@@ -142,6 +157,7 @@ impl State {
             };
             operation.set_phase(phase);
             operation.error = Some(vmmd_api::rpc::Status {
+                code: Code::Unavailable.into(),
                 message: message.to_owned(),
                 ..vmmd_api::rpc::Status::default()
             });
@@ -156,7 +172,7 @@ impl State {
         let Some(target) = self.ledger.node(&request.target) else {
             return back("the other node can't be reached");
         };
-        if !target.moves.up.load(Ordering::SeqCst) || !target.offered(self, name) {
+        if !target.moves.up.load(Ordering::SeqCst) || !target.offered(self, name, &request.target_pod) {
             return back("the other node does not take it");
         }
         let lives = || {
@@ -170,13 +186,16 @@ impl State {
         };
         let began = lives();
         let sent = Instant::now() + Duration::from_millis(60);
-        let mut failure = lock(&self.moves.failure).clone();
+        let mut failure = None;
         until(|| {
             if lives() != began {
                 failure = Some("a daemon was restarted meanwhile".to_owned());
             }
             if self.phase(name) != Some(VmPhase::Running) {
                 failure = Some("it has ended meanwhile".to_owned());
+            }
+            if !target.pods.is_connected(&request.target_pod) {
+                failure = Some("the launcher has gone".to_owned());
             }
             let held = *lock(&self.moves.hold) == Hold::Offered;
             failure.is_some() || !held && Instant::now() >= sent
@@ -208,15 +227,22 @@ impl State {
         {
             let mut vms = lock(&target.vms);
             let vm = vms.get_mut(name).unwrap();
-            let status = vm.status.get_or_insert_default();
-            status.set_phase(VmPhase::Running);
-            status.reason.clear();
-            target.ledger.moved(&move_id(vm), &self.node, &target.node);
             lock(&target.moves.under_way).remove(name);
-            target.tell(WatchEventType::Modified, vm);
+            // The VM ends with its launcher.
+            if target.pods.is_connected(&request.target_pod) {
+                let status = vm.status.get_or_insert_default();
+                status.set_phase(VmPhase::Running);
+                status.reason.clear();
+                target.ledger.moved(&move_id(vm), &self.node, &target.node);
+                target.tell(WatchEventType::Modified, vm);
+            } else {
+                target.finish(vm, ExitReason::Killed);
+            }
         }
         self.moves.wait_up();
-        self.forget(name);
+        if let Some(pod) = self.forget(name) {
+            lock(&self.moves.left).insert(pod);
+        }
         end(OperationPhase::Completed, "");
     }
 
@@ -225,7 +251,7 @@ impl State {
     }
 
     /// Keeps the VM of another node, which cannot be started here.
-    fn offered(&self, source: &State, name: &str) -> bool {
+    fn offered(&self, source: &State, name: &str, pod: &str) -> bool {
         let Some(mut vm) = lock(&source.vms).get(name).cloned() else {
             return false;
         };
@@ -238,17 +264,18 @@ impl State {
         status.set_phase(VmPhase::Paused);
         status.reason = "Migrating".to_owned();
         vm.metadata.as_mut().unwrap().generation = 1;
+        pod.clone_into(&mut vm.spec.as_mut().unwrap().pod.as_mut().unwrap().uid);
         vms.insert(name.to_owned(), vm.clone());
         self.tell(WatchEventType::Added, &vm);
         true
     }
 
-    /// Removes the VM completely.
-    fn forget(&self, name: &str) {
+    /// Removes the VM completely, and returns the uid of its pod.
+    fn forget(&self, name: &str) -> Option<String> {
         let gone = lock(&self.vms).remove(name);
         lock(&self.moves.under_way).remove(name);
-        if let Some(vm) = gone {
-            self.tell(WatchEventType::Deleted, &vm);
-        }
+        let vm = gone?;
+        self.tell(WatchEventType::Deleted, &vm);
+        Some(vm.spec?.pod?.uid)
     }
 }

@@ -9,7 +9,6 @@ pub mod pods;
 pub mod role;
 pub mod storage;
 pub mod store;
-mod streams;
 pub mod trap;
 pub mod vmmd;
 
@@ -73,8 +72,13 @@ impl Cluster {
     /// With that many nodes, `n0`, `n1`, ….
     pub fn start(nodes: usize) -> Self {
         let ledger = Ledger::default();
+        let api = Api::start(&ledger.trap);
+        for index in 0..nodes {
+            let node = json!({"metadata": {"name": format!("n{index}")}, "spec": {}});
+            api.store(|store| store.create(api::node(""), node)).unwrap();
+        }
         Self {
-            api: Api::start(&ledger.trap),
+            api,
             vmmds: (0..nodes)
                 .map(|index| Vmmd::start(&format!("n{index}"), &ledger))
                 .collect(),
@@ -92,34 +96,13 @@ impl Cluster {
         command
     }
 
+    /// The agent of a node.
     pub fn agent(&self, node: usize) -> Program {
-        self.agent_with(node, &[])
-    }
-
-    /// With more options.
-    pub fn agent_with(&self, node: usize, options: &[&str]) -> Program {
-        let vmmd = &self.vmmds[node];
-        let mut command = self.command();
-        command
-            .args(["agent", "--address", "192.0.2.1", "--node-name"])
-            .arg(format!("n{node}"));
-        command
-            .arg(format!("--migration-address=n{node}:7443"))
-            .arg("--socket")
-            .arg(&vmmd.socket)
-            .arg("--lock-file")
-            .arg(vmmd.lock_file());
-        command.args(options);
-        Program(command.spawn().unwrap())
-    }
-
-    /// The agent for launcher pods.
-    pub fn pod_agent(&self, node: usize) -> Program {
         let vmmd = &self.vmmds[node];
         let mut command = self.command();
         command
             .args([
-                "pod-agent",
+                "agent",
                 "--pods-directory",
                 "/run/vmmd/pod",
                 "--max-vms",
@@ -140,50 +123,22 @@ impl Cluster {
         Kubelet::start(&self.api.inner, &self.vmmds[node].state)
     }
 
-    /// A controller that makes launcher pods.
-    pub fn launcher_controller(&self) -> Program {
-        let mut command = self.command();
-        command.args([
-            "controller",
-            "--no-leader-election",
-            "--launcher-image",
-            "vmmd-pod:test",
-        ]);
-        Program(command.spawn().unwrap())
-    }
-
-    /// Makes a VirtualMachine that can have a launcher pod: with an emptyDisk.
-    pub fn create_launched(&self, name: &str, policy: &str, change: impl FnOnce(&mut Value)) {
-        self.create_with(name, policy, |spec| {
-            spec["vm"]["boot"] = json!({"fromDisk": {}});
-            spec["vm"]["disks"] = json!([{"name": "root"}]);
-            spec["volumes"] = json!([{"name": "root", "emptyDisk": {"size": "1Mi"}}]);
-            change(spec);
-        });
-    }
-
     pub fn controller(&self) -> Program {
+        self.controller_with(&["--no-leader-election"])
+    }
+
+    fn controller_with(&self, options: &[&str]) -> Program {
         let mut command = self.command();
-        Program(
-            command
-                .args(["controller", "--no-leader-election"])
-                .spawn()
-                .unwrap(),
-        )
+        command.args(["controller", "--launcher-image", "vmmd-pod:test"]);
+        Program(command.args(options).spawn().unwrap())
     }
 
     /// One of several.
     pub fn elected_controller(&self) -> Program {
-        let mut command = self.command();
-        Program(
-            command
-                .args(["controller", "--namespace", "vmmd-system"])
-                .spawn()
-                .unwrap(),
-        )
+        self.controller_with(&["--namespace", "vmmd-system"])
     }
 
-    /// Makes a VirtualMachine of this run policy in the namespace `shop`.
+    /// Makes a VirtualMachine of this run policy with an emptyDisk in the namespace `shop`.
     pub fn create(&self, name: &str, policy: &str) {
         self.create_with(name, policy, |_| {});
     }
@@ -197,9 +152,10 @@ impl Cluster {
             "spec": {"terminationGracePeriodSeconds": 30, "vm": {
                 "cpu": {"cores": 1},
                 "memory": {"sizeBytes": "128Mi"},
-                "boot": {"linux": {"kernel": "/srv/vmlinuz"}},
+                "boot": {"fromDisk": {}},
+                "disks": [{"name": "root"}],
                 "runPolicy": policy,
-            }},
+            }, "volumes": [{"name": "root", "emptyDisk": {"size": "1Mi"}}]},
         });
         change(&mut object["spec"]);
         let key = api::machine("shop", "");
@@ -250,6 +206,13 @@ impl Cluster {
         }
         let key = api::pod("shop", "");
         self.api.store(|store| store.create(key, pod)).unwrap();
+    }
+
+    /// Makes a claim of the namespace `shop` with this access mode.
+    pub fn create_claim(&self, name: &str, mode: &str) {
+        let claim = json!({"metadata": {"name": name}, "spec": {"accessModes": [mode]}});
+        let key = api::core("persistentvolumeclaims", "shop", "");
+        self.api.store(|store| store.create(key, claim)).unwrap();
     }
 
     /// As `kubectl cordon` and `uncordon` do.

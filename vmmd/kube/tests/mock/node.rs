@@ -53,15 +53,9 @@ impl NodeService for State {
 impl State {
     fn described(&self) -> v1::Node {
         let mut node = node();
-        let roots = v1::Roots {
-            disks: lock(&self.disk_roots).clone(),
-            ..v1::Roots::default()
-        };
-        node.spec.get_or_insert_default().roots = Some(roots);
         node.spec.get_or_insert_default().cordoned = *lock(&self.cordoned);
         let status = node.status.get_or_insert_default();
         status.cpu_models = ["host", "x86-64-v2", "x86-64-v3"].map(str::to_owned).to_vec();
-        status.cpu_features.clone_from(&lock(&self.cpu_features));
         if *lock(&self.no_kvm) {
             let condition = v1::Condition {
                 r#type: "KvmAvailable".to_owned(),

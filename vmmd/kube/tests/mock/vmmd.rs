@@ -5,15 +5,14 @@ use std::{
     path::{Path, PathBuf},
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
-    time::Duration,
 };
 
 use tokio::{net::UnixListener, runtime::Runtime, sync::watch};
-use tokio_stream::{Stream, StreamExt as _, wrappers::UnixListenerStream};
+use tokio_stream::{Stream, wrappers::UnixListenerStream};
 use tonic::{Code, Request, Response, Status, Streaming};
 use tonic_types::{ErrorDetails, StatusExt as _};
 use vmmd_api::v1::{
-    self, ConditionStatus, ExitReason, VmPhase, WatchEventType, console_request,
+    self, ConditionStatus, ExitReason, VmPhase, WatchEventType,
     disk_service_server::DiskServiceServer,
     image_service_server::ImageServiceServer,
     migration_service_server::MigrationServiceServer,
@@ -29,7 +28,6 @@ use super::{
     pods::{Pods, not_connected},
     role::Refused,
     storage::Storage,
-    streams,
 };
 
 pub type Answer<T> = Result<Response<T>, Status>;
@@ -45,22 +43,14 @@ pub struct State {
     answered: Arc<Mutex<BTreeMap<String, v1::Vm>>>,
     /// Ids of creations that were refused since there was a VM of the name: each repetition is refused as well.
     taken: Arc<Mutex<BTreeSet<String>>>,
-    /// Guests do not power off when they are asked to.
-    pub stubborn: Arc<Mutex<bool>>,
     /// Refusal for the creation of a VM.
     pub refusal: Arc<Mutex<Option<Status>>>,
     /// The next VM is created, and the answer is lost.
     pub cut: Arc<Mutex<bool>>,
-    /// A creation that is repeated is answered with its VM also when that is gone, as by earlier releases.
-    pub answers_gone: Arc<Mutex<bool>>,
     /// The node has no KVM.
     pub no_kvm: Arc<Mutex<bool>>,
     /// The node takes no VMs.
     pub cordoned: Arc<Mutex<bool>>,
-    /// Features of the node's processor.
-    pub cpu_features: Arc<Mutex<Vec<String>>>,
-    /// Where disks by path may be.
-    pub disk_roots: Arc<Mutex<Vec<String>>>,
     pub storage: Storage,
     pub pods: Pods,
     pub moves: Moves,
@@ -92,13 +82,9 @@ impl Vmmd {
             calls: Arc::default(),
             answered: Arc::default(),
             taken: Arc::default(),
-            stubborn: Arc::default(),
             refusal: Arc::default(),
             cut: Arc::default(),
-            answers_gone: Arc::default(),
             no_kvm: Arc::default(),
-            cpu_features: Arc::default(),
-            disk_roots: Arc::new(Mutex::new(vec!["/srv".to_owned()])),
             cordoned: Arc::default(),
             storage: Storage::default(),
             pods: Pods::default(),
@@ -114,11 +100,6 @@ impl Vmmd {
             socket,
             folder,
         }
-    }
-
-    /// A file for the lock of this node's agent.
-    pub fn lock_file(&self) -> PathBuf {
-        self.folder.path().join("lock")
     }
 
     /// The kubelet's directory for device plugins.
@@ -288,7 +269,7 @@ impl State {
         self.tell(WatchEventType::Deleted, vm);
     }
 
-    fn finish(&self, vm: &mut v1::Vm, reason: ExitReason) {
+    pub fn finish(&self, vm: &mut v1::Vm, reason: ExitReason) {
         let (machine, _) = id(vm);
         let status = vm.status.get_or_insert_default();
         let failed = !matches!(
@@ -316,16 +297,6 @@ impl State {
         status.conditions = ready(true);
         status.instance = Some(v1::InstanceStatus::default());
         status.counts.get_or_insert_default().starts += 1;
-        let nics = vm.spec.as_ref().map_or(0, |spec| spec.nics.len());
-        status.nics = (0..nics.max(1))
-            .map(|index| v1::NicStatus {
-                name: format!("eth{index}"),
-                addresses: vec![format!("10.0.{index}.7"), format!("fd00:{index}::7")],
-                // The NIC of a VM that names none is in a network of mode NAT.
-                routed: nics > 0,
-                ..v1::NicStatus::default()
-            })
-            .collect();
         self.ledger.start(&machine, epoch, &self.node);
     }
 }
@@ -363,7 +334,7 @@ impl VmService for State {
         if let Some(vm) = lock(&self.answered).get(&request.request_id) {
             let uid = |vm: &v1::Vm| vm.metadata.as_ref().unwrap().uid.clone();
             let there = vms.get(&name).is_some_and(|now| uid(now) == uid(vm));
-            if !there && !*lock(&self.answers_gone) {
+            if !there {
                 return Err(gone());
             }
             let vm = Some(vm.clone());
@@ -497,50 +468,14 @@ impl VmService for State {
         Ok(Response::new(v1::StartVmResponse::default()))
     }
 
-    async fn stop_vm(&self, request: Request<v1::StopVmRequest>) -> Answer<v1::StopVmResponse> {
-        let request = request.into_inner();
-        let grace = request.grace_period.map_or(0, |grace| grace.seconds);
-        self.called(format!("stop {} grace={grace}", request.name));
-        if self.moves.concern(&request.name) {
-            return Err(migrating());
-        }
-        let mut vms = lock(&self.vms);
-        let vm = vms
-            .get_mut(&request.name)
-            .ok_or_else(|| Status::not_found("there is none"))?;
-        vm.status.get_or_insert_default().phase = VmPhase::Stopping.into();
-        self.tell(WatchEventType::Modified, vm);
-        let stubborn = *lock(&self.stubborn);
-        let (state, name) = (self.clone(), request.name.clone());
-        tokio::spawn(async move {
-            let time = if stubborn {
-                u64::try_from(grace).unwrap() * 1000
-            } else {
-                50
-            };
-            tokio::time::sleep(Duration::from_millis(time)).await;
-            let mut vms = lock(&state.vms);
-            if let Some(vm) = vms
-                .get_mut(&name)
-                .filter(|vm| vm.status.as_ref().unwrap().phase() == VmPhase::Stopping)
-            {
-                let reason = if stubborn {
-                    ExitReason::Killed
-                } else {
-                    ExitReason::Stopped
-                };
-                state.finish(vm, reason);
-            }
-        });
-        Ok(Response::new(v1::StopVmResponse::default()))
+    async fn stop_vm(&self, _: Request<v1::StopVmRequest>) -> Answer<v1::StopVmResponse> {
+        unused()
     }
 
     type GetVmLogsStream = Events<v1::GetVmLogsResponse>;
 
     async fn get_vm_logs(&self, _: Request<v1::GetVmLogsRequest>) -> Answer<Self::GetVmLogsStream> {
-        let lines = tokio_stream::iter([b"one\n".to_vec(), b"two\n".to_vec()]);
-        let lines = lines.map(|data| Ok::<_, Status>(v1::GetVmLogsResponse { data }));
-        Ok(Response::new(Box::pin(lines)))
+        unused()
     }
 
     /// Only labels and annotations are changed.
@@ -631,17 +566,8 @@ impl VmService for State {
 
     type ConsoleStream = Events<v1::ConsoleResponse>;
 
-    async fn console(&self, request: Request<Streaming<v1::ConsoleRequest>>) -> Answer<Self::ConsoleStream> {
-        let mut requests = request.into_inner();
-        let first = requests.message().await?.and_then(|first| first.message);
-        let Some(console_request::Message::Open(open)) = first else {
-            return Err(Status::invalid_argument("the first message is open"));
-        };
-        self.called(format!("console {:?} {:?}", open.access(), open.device()));
-        match lock(&self.refusal).clone() {
-            Some(refusal) => Err(refusal),
-            None => Ok(Response::new(streams::console(&open, requests))),
-        }
+    async fn console(&self, _: Request<Streaming<v1::ConsoleRequest>>) -> Answer<Self::ConsoleStream> {
+        unused()
     }
 
     type VncStream = Events<v1::VncResponse>;
@@ -654,11 +580,9 @@ impl VmService for State {
 
     async fn port_forward(
         &self,
-        request: Request<Streaming<v1::PortForwardRequest>>,
+        _: Request<Streaming<v1::PortForwardRequest>>,
     ) -> Answer<Self::PortForwardStream> {
-        streams::port_forward(request.into_inner())
-            .await
-            .map(Response::new)
+        unused()
     }
 
     async fn get_guest_info(&self, _: Request<v1::GetGuestInfoRequest>) -> Answer<v1::GetGuestInfoResponse> {

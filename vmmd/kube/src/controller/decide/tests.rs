@@ -2,10 +2,7 @@ use kube::ResourceExt as _;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::{
-    placeholder,
-    run::tests::{machine, settings},
-};
+use crate::run::tests::{machine, settings};
 
 const NOW: &str = "2026-01-02T03:04:05Z";
 
@@ -13,17 +10,21 @@ fn now() -> Timestamp {
     NOW.parse().unwrap()
 }
 
-fn look(machine: &VirtualMachine, pod: Option<&Pod>, node: Option<&Node>) -> Act {
-    next(&Seen {
+fn seen<'a>(machine: &'a VirtualMachine, pod: Option<&'a Pod>, now: Timestamp) -> Seen<'a> {
+    Seen {
         machine,
         pod,
-        node,
+        cordoned: false,
         target: None,
-        target_node: None,
         source: None,
-        launcher: false,
-        now: now(),
-    })
+        budget: Some(false),
+        migration_port: 7443,
+        now,
+    }
+}
+
+fn look(machine: &VirtualMachine, pod: Option<&Pod>) -> Act {
+    next(&seen(machine, pod, now()))
 }
 
 /// A VirtualMachine with the finalizer and this status.
@@ -36,7 +37,7 @@ fn with(policy: &str, status: Value) -> VirtualMachine {
 }
 
 fn run(uid: Option<&str>, end: Option<&str>, of: &VirtualMachine) -> Value {
-    let digest = placeholder::plan(of).unwrap().digest();
+    let digest = launcher::plan(of).unwrap().digest();
     json!({"epoch": 3, "run": {"pod": "web-3", "podUid": uid, "digest": digest, "end": end}})
 }
 
@@ -47,8 +48,8 @@ fn in_run(policy: &str, uid: Option<&str>, end: Option<&str>) -> VirtualMachine 
 }
 
 fn pod_of(machine: &VirtualMachine, uid: &str, change: impl FnOnce(&mut Value)) -> Pod {
-    let plan = placeholder::plan(machine).unwrap();
-    let pod = placeholder::pod(machine, &plan, 3, &settings()).unwrap();
+    let plan = launcher::plan(machine).unwrap();
+    let pod = launcher::pod(machine, &plan, 3, &settings(), &launcher::Claims::new()).unwrap();
     let mut value = serde_json::to_value(pod).unwrap();
     value["metadata"]["uid"] = uid.into();
     value["status"] = json!({"phase": "Pending"});
@@ -64,16 +65,22 @@ fn deletes(uid: &str) -> Act {
     }
 }
 
-fn node(ready: &str) -> Node {
-    let value =
-        json!({"metadata": {"name": "n1"}, "status": {"conditions": [{"type": "Ready", "status": ready}]}});
-    serde_json::from_value(value).unwrap()
+/// The status of a pod whose launcher has this state.
+fn container(state: &Value) -> Value {
+    json!({"phase": "Running", "containerStatuses": [
+        {"name": "vm", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state},
+    ]})
+}
+
+/// The status of a pod whose launcher has ended.
+fn ended(code: i32, message: &str) -> Value {
+    container(&json!({"terminated": {"exitCode": code, "message": message}}))
 }
 
 /// Carries out what only changes the VirtualMachine, until something else is to be done.
-fn settle(mut machine: VirtualMachine, pod: Option<&Pod>, node: Option<&Node>) -> (VirtualMachine, Act) {
+fn settle(mut machine: VirtualMachine, pod: Option<&Pod>) -> (VirtualMachine, Act) {
     for _ in 0..9 {
-        match look(&machine, pod, node) {
+        match look(&machine, pod) {
             Act::Write(status) => machine.status = Some(*status),
             act => return (machine, act),
         }
@@ -84,22 +91,22 @@ fn settle(mut machine: VirtualMachine, pod: Option<&Pod>, node: Option<&Node>) -
 #[test]
 fn run_number_is_written_before_the_pod_and_the_pod_after() {
     let fresh = machine(|_| {});
-    assert_eq!(look(&fresh, None, None), Act::AddFinalizer);
+    assert_eq!(look(&fresh, None), Act::AddFinalizer);
     let fresh = with("always_on", json!({}));
-    let Act::Write(status) = look(&fresh, None, None) else {
+    let Act::Write(status) = look(&fresh, None) else {
         panic!("no write");
     };
     assert_eq!((status.epoch, &*status.run.as_ref().unwrap().pod), (1, "web-1"));
     assert_eq!(status.run.as_ref().unwrap().pod_uid, None);
-    let (machine, act) = settle(fresh, None, None);
+    let (machine, act) = settle(fresh, None);
     assert!(matches!(act, Act::CreatePod(_)), "{act:?}");
     let pod = {
-        let plan = placeholder::plan(&machine).unwrap();
-        let mut pod = placeholder::pod(&machine, &plan, 1, &settings()).unwrap();
+        let plan = launcher::plan(&machine).unwrap();
+        let mut pod = launcher::pod(&machine, &plan, 1, &settings(), &launcher::Claims::new()).unwrap();
         pod.metadata.uid = Some("p-1".to_owned());
         pod
     };
-    let (machine, act) = settle(machine, Some(&pod), None);
+    let (machine, act) = settle(machine, Some(&pod));
     assert_eq!(act, Act::Idle);
     let status = machine.status.unwrap();
     assert_eq!(status.run.unwrap().pod_uid.as_deref(), Some("p-1"));
@@ -108,35 +115,31 @@ fn run_number_is_written_before_the_pod_and_the_pod_after() {
 
 #[test]
 fn the_run_policy_says_what_follows_an_end() {
-    // Policy, end of the run as its pod says it, and whether the pod makes room for another run.
+    // Policy, end of the launcher, and whether the pod makes room for another run.
+    let (off, stopped) = ("GuestShutdown: off", "Stopped: by a client");
     let table = [
-        ("always_on", "Succeeded", None, true),
-        ("always_on", "Succeeded", Some(names::STOPPED), true),
-        ("always_on_unless_stopped", "Succeeded", None, true),
-        (
-            "always_on_unless_stopped",
-            "Succeeded",
-            Some(names::STOPPED),
-            false,
-        ),
-        ("rerun_on_failure", "Succeeded", None, false),
-        ("manual", "Succeeded", None, false),
+        ("always_on", off, true),
+        ("always_on", stopped, true),
+        ("always_on_unless_stopped", off, true),
+        ("always_on_unless_stopped", stopped, false),
+        ("rerun_on_failure", off, false),
+        ("manual", off, false),
     ];
-    for (policy, phase, reason, again) in table {
+    for (policy, message, again) in table {
         let machine = in_run(policy, Some("p-3"), None);
         let pod = pod_of(&machine, "p-3", |pod| {
             pod["spec"]["nodeName"] = "n1".into();
-            pod["status"] = json!({"phase": phase, "reason": reason});
+            pod["status"] = ended(0, message);
         });
-        let (machine, act) = settle(machine, Some(&pod), Some(&node("True")));
+        let (machine, act) = settle(machine, Some(&pod));
         assert_eq!(
             act,
             if again { deletes("p-3") } else { Act::Idle },
-            "{policy} {reason:?}"
+            "{policy} {message}"
         );
         // No run begins as long as the pod exists.
         assert_eq!(machine.status.as_ref().unwrap().epoch, 3);
-        let (machine, _) = settle(machine, None, None);
+        let (machine, _) = settle(machine, None);
         assert_eq!(
             machine.status.unwrap().epoch,
             if again { 4 } else { 3 },
@@ -154,7 +157,7 @@ fn a_pod_that_was_deleted_is_a_run_that_was_lost() {
         ("manual", false),
         ("always_off", false),
     ] {
-        let (machine, _) = settle(in_run(policy, Some("p-3"), None), None, None);
+        let (machine, _) = settle(in_run(policy, Some("p-3"), None), None);
         assert_eq!(
             machine.status.unwrap().epoch,
             if again { 4 } else { 3 },
@@ -166,13 +169,16 @@ fn a_pod_that_was_deleted_is_a_run_that_was_lost() {
 #[test]
 fn runs_that_fail_wait_longer_each_time() {
     let machine = in_run("always_on", Some("p-3"), None);
-    let pod = pod_of(&machine, "p-3", |pod| pod["status"] = json!({"phase": "Failed"}));
-    let (mut machine, act) = settle(machine, Some(&pod), None);
+    let pod = pod_of(&machine, "p-3", |pod| {
+        pod["spec"]["nodeName"] = "n1".into();
+        pod["status"] = ended(1, "GuestPanic: it panicked");
+    });
+    let (mut machine, act) = settle(machine, Some(&pod));
     assert_eq!(act, Act::Wait(SignedDuration::from_secs(10)));
     let status = machine.status.as_mut().unwrap();
     assert_eq!(status.failures, 1);
     status.next_run_time = Some(NOW.to_owned());
-    let (machine, act) = settle(machine, Some(&pod), None);
+    let (machine, act) = settle(machine, Some(&pod));
     assert_eq!(act, deletes("p-3"));
     let mut status = machine.status.unwrap();
     for (failures, wait) in [
@@ -188,36 +194,37 @@ fn runs_that_fail_wait_longer_each_time() {
 
 #[test]
 fn a_pod_on_a_node_that_does_not_report_is_not_replaced() {
-    for gone in [None, Some(node("Unknown"))] {
-        let machine = in_run("always_on", Some("p-3"), None);
-        let pod = pod_of(&machine, "p-3", |pod| {
-            pod["spec"]["nodeName"] = "n1".into();
-            pod["metadata"]["deletionTimestamp"] = NOW.into();
-            pod["status"] = json!({"phase": "Running"});
-        });
-        let (machine, act) = settle(machine, Some(&pod), gone.as_ref());
-        assert_eq!(act, Act::Idle);
-        let status = machine.status.unwrap();
-        assert_eq!((&*status.phase, status.epoch), ("Unknown", 3));
-        let ready = status.conditions.iter().find(|one| one.kind == "Ready").unwrap();
-        assert_eq!((&*ready.status, &*ready.reason), ("Unknown", "NodeUnreachable"));
-        assert!(
-            ready.message.contains("not started elsewhere"),
-            "{}",
-            ready.message
-        );
-    }
+    let machine = in_run("always_on", Some("p-3"), None);
+    let pod = pod_of(&machine, "p-3", |pod| {
+        pod["spec"]["nodeName"] = "n1".into();
+        // The kubelet has written the second condition, and the control plane the first one.
+        pod["status"] = json!({"phase": "Running", "conditions": [
+            {"type": "Ready", "status": "False"},
+            {"type": "ContainersReady", "status": "True"},
+        ]});
+    });
+    let (machine, act) = settle(machine, Some(&pod));
+    assert_eq!(act, Act::Idle);
+    let status = machine.status.unwrap();
+    assert_eq!((&*status.phase, status.epoch), ("Unknown", 3));
+    let ready = status.conditions.iter().find(|one| one.kind == "Ready").unwrap();
+    assert_eq!((&*ready.status, &*ready.reason), ("Unknown", "NodeUnreachable"));
+    assert!(
+        ready.message.contains("not started elsewhere"),
+        "{}",
+        ready.message
+    );
 }
 
 #[test]
 fn late_pod_of_the_same_number_is_deleted_and_a_run_begins() {
     let machine = in_run("always_on", Some("p-3"), None);
     let late = pod_of(&machine, "p-late", |_| {});
-    assert_eq!(look(&machine, Some(&late), None), deletes("p-late"));
+    assert_eq!(look(&machine, Some(&late)), deletes("p-late"));
     let going = pod_of(&machine, "p-late", |pod| {
         pod["metadata"]["deletionTimestamp"] = NOW.into();
     });
-    let (machine, _) = settle(machine, Some(&going), None);
+    let (machine, _) = settle(machine, Some(&going));
     assert_eq!(machine.status.unwrap().epoch, 4);
 }
 
@@ -226,74 +233,32 @@ fn a_deleted_machine_waits_for_its_pod() {
     let mut machine = in_run("always_on", Some("p-3"), None);
     machine.metadata.deletion_timestamp = Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(now()));
     let pod = pod_of(&machine, "p-3", |_| {});
-    let (_, act) = settle(machine.clone(), Some(&pod), None);
+    let (_, act) = settle(machine.clone(), Some(&pod));
     assert_eq!(act, deletes("p-3"));
     let going = pod_of(&machine, "p-3", |pod| {
         pod["metadata"]["deletionTimestamp"] = NOW.into();
     });
-    let (machine, act) = settle(machine, Some(&going), None);
+    let (machine, act) = settle(machine, Some(&going));
     assert_eq!(act, Act::Idle);
     assert_eq!(machine.status.as_ref().unwrap().phase, "Stopping");
-    assert_eq!(look(&machine, None, None), Act::RemoveFinalizer);
-}
-
-#[test]
-fn no_run_begins_before_the_old_pod_of_a_moved_vm_is_gone() {
-    let mut machine = in_run("always_on", Some("p-3"), Some("Lost"));
-    let left = pod_of(&machine, "p-2", |_| {});
-    machine.status.as_mut().unwrap().migration = Some(crate::crd::Migration {
-        phase: crate::crd::MigrationPhase::Succeeded,
-        epoch: 3,
-        source_pod: "web-2".to_owned(),
-        source_uid: "p-2".to_owned(),
-        ..crate::crd::Migration::default()
-    });
-    let look = |machine: &VirtualMachine, source: Option<&Pod>| {
-        next(&Seen {
-            machine,
-            pod: None,
-            node: None,
-            target: None,
-            target_node: None,
-            source,
-            launcher: false,
-            now: now(),
-        })
-    };
-    assert_eq!(look(&machine, Some(&left)), deletes("p-2"));
-    let mut going = left;
-    going.metadata.deletion_timestamp = Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(now()));
-    for _ in 0..2 {
-        if let Act::Write(status) = look(&machine, Some(&going)) {
-            assert_eq!(status.epoch, 3);
-            machine.status = Some(*status);
-        }
-    }
-    assert_eq!(look(&machine, Some(&going)), Act::Idle);
-    let Act::Write(status) = look(&machine, None) else {
-        panic!("no run begins");
-    };
-    assert_eq!(status.epoch, 4);
-    machine.metadata.deletion_timestamp = going.metadata.deletion_timestamp.clone();
-    assert_eq!(look(&machine, Some(&going)), Act::Idle);
     assert_eq!(look(&machine, None), Act::RemoveFinalizer);
 }
 
 #[test]
 fn a_start_by_annotation_begins_one_run() {
     let mut machine = with("manual", json!({}));
-    let (same, act) = settle(machine.clone(), None, None);
+    let (same, act) = settle(machine.clone(), None);
     assert_eq!((same.status.unwrap().epoch, act), (0, Act::Idle));
     machine
         .annotations_mut()
         .insert(names::START.to_owned(), "monday".to_owned());
-    let (machine, act) = settle(machine, None, None);
+    let (machine, act) = settle(machine, None);
     assert!(matches!(act, Act::CreatePod(_)));
     assert_eq!(machine.status.as_ref().unwrap().start.as_deref(), Some("monday"));
     let mut ended = machine;
     let status = ended.status.as_mut().unwrap();
     status.run.as_mut().unwrap().pod_uid = Some("p-1".to_owned());
-    let (ended, act) = settle(ended, None, None);
+    let (ended, act) = settle(ended, None);
     assert_eq!((ended.status.unwrap().epoch, act), (1, Act::Idle));
 }
 
@@ -301,7 +266,7 @@ fn a_start_by_annotation_begins_one_run() {
 fn a_policy_of_off_ends_the_run() {
     let machine = in_run("always_off", Some("p-3"), None);
     let pod = pod_of(&machine, "p-3", |pod| pod["status"] = json!({"phase": "Running"}));
-    let (_, act) = settle(machine, Some(&pod), None);
+    let (_, act) = settle(machine, Some(&pod));
     assert_eq!(act, deletes("p-3"));
 }
 
@@ -309,7 +274,7 @@ fn a_policy_of_off_ends_the_run() {
 fn a_spec_that_vmmd_refuses_is_shown_and_makes_no_pod() {
     let mut bad = with("manual", json!({}));
     bad.spec.vm.insert("memory".to_owned(), json!({"sizeBytes": 1}));
-    let (bad, act) = settle(bad, None, None);
+    let (bad, act) = settle(bad, None);
     assert_eq!(act, Act::Idle);
     let status = bad.status.unwrap();
     assert_eq!((&*status.phase, status.epoch), ("Invalid", 0));
@@ -324,28 +289,19 @@ fn a_spec_that_vmmd_refuses_is_shown_and_makes_no_pod() {
 #[test]
 fn spec_change_before_the_pod_takes_another_number() {
     let mut machine = in_run("always_on", None, None);
-    assert!(matches!(settle(machine.clone(), None, None).1, Act::CreatePod(_)));
+    assert!(matches!(settle(machine.clone(), None).1, Act::CreatePod(_)));
     machine.spec.vm.insert("cpu".to_owned(), json!({"cores": 4}));
-    let (machine, act) = settle(machine, None, None);
+    let (machine, act) = settle(machine, None);
     assert!(matches!(act, Act::CreatePod(_)));
     assert_eq!(machine.status.unwrap().epoch, 4);
 }
 
 #[test]
 fn times_of_conditions_stay_as_long_as_their_status_does() {
-    let (machine, _) = settle(with("manual", json!({})), None, None);
+    let (machine, _) = settle(with("manual", json!({})), None);
     let before = machine.status.clone().unwrap();
     let later = now() + SignedDuration::from_secs(5);
-    let seen = Seen {
-        machine: &machine,
-        pod: None,
-        node: None,
-        target: None,
-        target_node: None,
-        source: None,
-        launcher: false,
-        now: later,
-    };
+    let seen = seen(&machine, None, later);
     assert_eq!(next(&seen), Act::Idle);
     assert_eq!(status::of(&seen, &before, None, None), before);
 }
@@ -358,7 +314,7 @@ fn foreign_pod_with_the_name_of_the_run_is_reported() {
         "status": {"phase": "Running"},
     }))
     .unwrap();
-    let Act::Write(status) = look(&machine, Some(&other), None) else {
+    let Act::Write(status) = look(&machine, Some(&other)) else {
         panic!("nothing is told");
     };
     let before = machine.status.clone().unwrap();
@@ -368,13 +324,13 @@ fn foreign_pod_with_the_name_of_the_run_is_reported() {
     };
     assert_eq!(reason, "PodNameTaken");
     assert!(message.contains("web-3"), "{message}");
-    let (machine, act) = settle(machine, Some(&other), None);
+    let (machine, act) = settle(machine, Some(&other));
     assert!(matches!(act, Act::Wait(_)), "{act:?}");
     // It is reported once.
     let now = machine.status.clone().unwrap();
     assert_eq!(status::news(&status, &now), []);
     // When it is gone, the run begins, under the same number.
-    let (machine, act) = settle(machine, None, None);
+    let (machine, act) = settle(machine, None);
     assert!(matches!(act, Act::CreatePod(_)), "{act:?}");
     let status = machine.status.unwrap();
     assert_eq!(status.epoch, 3);
@@ -382,50 +338,9 @@ fn foreign_pod_with_the_name_of_the_run_is_reported() {
 }
 
 #[test]
-fn a_vm_that_waits_for_its_next_start_does_not_run() {
-    let machine = in_run("always_on", Some("p-3"), None);
-    let pod = pod_of(&machine, "p-3", |pod| {
-        pod["spec"]["nodeName"] = "n1".into();
-        pod["status"] = json!({"phase": "Running", "containerStatuses": [{
-            "name": "vm", "image": "", "imageID": "", "ready": false, "restartCount": 2,
-            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
-        }]});
-    });
-    let (machine, _) = settle(machine, Some(&pod), Some(&node("True")));
-    assert_eq!(machine.status.unwrap().phase, "Restarting");
-}
-
-#[test]
 fn no_run_begins_while_a_launcher_pod_exists() {
-    let launched = |status: Value| {
-        machine(|value| {
-            value["metadata"]["finalizers"] = json!([names::POD_GONE]);
-            value["spec"]["vm"]["boot"] = json!({"fromDisk": {}});
-            value["spec"]["vm"]["disks"] = json!([{"name": "root"}]);
-            value["spec"]["vm"]["runPolicy"] = "always_on".into();
-            value["spec"]["volumes"] = json!([{"name": "root", "emptyDisk": {"size": "1Gi"}}]);
-            value["status"] = status;
-        })
-    };
-    let look = |machine: &VirtualMachine, pod: Option<&Pod>| {
-        next(&Seen {
-            machine,
-            pod,
-            node: None,
-            target: None,
-            target_node: None,
-            source: None,
-            launcher: true,
-            now: now(),
-        })
-    };
-    let digest = crate::launcher::plan(&launched(json!({}))).unwrap().digest();
-    let run = json!({"epoch": 3, "run": {"pod": "web-3", "podUid": "p-3", "digest": digest, "epoch": 3}});
-    let container = |state: Value| json!([{"name": "vm", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state}]);
     type Change = Box<dyn Fn(&mut Value)>;
-    let states = |value: Value| -> Change {
-        Box::new(move |pod| pod["status"]["containerStatuses"] = container(value.clone()))
-    };
+    let states = |value: Value| -> Change { Box::new(move |pod| pod["status"] = container(&value)) };
     let unbound: Change = Box::new(|pod| pod["spec"]["nodeName"] = Value::Null);
     let lost: Change = Box::new(|pod| pod["status"]["phase"] = "Failed".into());
     let table = [
@@ -448,20 +363,16 @@ fn no_run_begins_while_a_launcher_pod_exists() {
     ];
     for (what, change) in &table {
         for deletion in [None, Some(30), Some(0)] {
-            let mut machine = launched(run.clone());
-            let plan = crate::launcher::plan(&machine).unwrap();
-            let modes = crate::launcher::Modes::new();
-            let pod = crate::launcher::pod(&machine, &plan, 3, &settings(), &modes).unwrap();
-            let mut pod = serde_json::to_value(pod).unwrap();
-            pod["metadata"]["uid"] = "p-3".into();
-            pod["spec"]["nodeName"] = "n1".into();
-            pod["status"] = json!({"phase": "Running"});
-            change(&mut pod);
-            if let Some(grace) = deletion {
-                pod["metadata"]["deletionTimestamp"] = NOW.into();
-                pod["metadata"]["deletionGracePeriodSeconds"] = grace.into();
-            }
-            let pod: Pod = serde_json::from_value(pod).unwrap();
+            let mut machine = in_run("always_on", Some("p-3"), None);
+            let pod = pod_of(&machine, "p-3", |pod| {
+                pod["spec"]["nodeName"] = "n1".into();
+                pod["status"] = json!({"phase": "Running"});
+                change(pod);
+                if let Some(grace) = deletion {
+                    pod["metadata"]["deletionTimestamp"] = NOW.into();
+                    pod["metadata"]["deletionGracePeriodSeconds"] = grace.into();
+                }
+            });
             let act = loop {
                 match look(&machine, Some(&pod)) {
                     Act::Write(status) => machine.status = Some(*status),
@@ -480,7 +391,7 @@ fn no_run_begins_while_a_launcher_pod_exists() {
         }
     }
     // When the API server has no pod any more, the next run begins.
-    let Act::Write(status) = look(&launched(run), None) else {
+    let Act::Write(status) = look(&in_run("always_on", Some("p-3"), None), None) else {
         panic!("no run");
     };
     assert_eq!(status.epoch, 4);

@@ -2,7 +2,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::{
-    placeholder,
+    launcher::{self, Claimed, Claims},
     run::tests::{machine, settings},
 };
 
@@ -13,13 +13,13 @@ fn at(seconds: i64) -> Timestamp {
     now + SignedDuration::from_secs(seconds)
 }
 
-/// In run 3 on node n1, when the spec has this and the annotation that.
+/// In run 3 on node n1, with a change of the object.
 fn running(change: impl FnOnce(&mut Value)) -> VirtualMachine {
     let mut running = machine(|value| {
         value["metadata"]["finalizers"] = json!([names::POD_GONE]);
         change(value);
     });
-    let digest = placeholder::plan(&running).unwrap().digest();
+    let digest = launcher::plan(&running).unwrap().digest();
     running.status = Some(VirtualMachineStatus {
         epoch: 3,
         run: Some(Run {
@@ -33,6 +33,10 @@ fn running(change: impl FnOnce(&mut Value)) -> VirtualMachine {
     running
 }
 
+fn wished(value: &mut Value) {
+    value["metadata"]["annotations"] = json!({names::MIGRATE: "1"});
+}
+
 fn with(machine: &VirtualMachine, status: VirtualMachineStatus) -> VirtualMachine {
     VirtualMachine {
         status: Some(status),
@@ -40,416 +44,385 @@ fn with(machine: &VirtualMachine, status: VirtualMachineStatus) -> VirtualMachin
     }
 }
 
-fn change(pod: Pod, change: impl FnOnce(&mut Value)) -> Pod {
+/// A pod of a VirtualMachine whose claim several nodes can write to.
+fn pod(machine: &VirtualMachine, epoch: i64, change: impl FnOnce(&mut Value)) -> Pod {
+    let shared = Claimed {
+        write_many: true,
+        read_many: true,
+        ..Claimed::default()
+    };
+    let claims = Claims::from([("web".to_owned(), shared)]);
+    let plan = launcher::plan(machine).unwrap();
+    let pod = launcher::pod(machine, &plan, epoch, &settings(), &claims).unwrap();
     let mut value = serde_json::to_value(pod).unwrap();
+    value["metadata"]["uid"] = format!("p-{epoch}").into();
+    value["status"] = json!({"phase": "Pending"});
     change(&mut value);
     serde_json::from_value(value).unwrap()
 }
 
+fn container(state: &Value, started: bool) -> Value {
+    json!([{
+        "name": "vm", "image": "", "imageID": "", "ready": started, "started": started, "restartCount": 0,
+        "state": state,
+    }])
+}
+
 /// The pod of run 3, whose VM runs.
-fn source(machine: &VirtualMachine, more: impl FnOnce(&mut Value)) -> Pod {
-    let plan = placeholder::plan(machine).unwrap();
-    change(placeholder::pod(machine, &plan, 3, &settings()).unwrap(), |pod| {
-        pod["metadata"]["uid"] = "p-3".into();
+fn source(machine: &VirtualMachine) -> Pod {
+    pod(machine, 3, |pod| {
         pod["spec"]["nodeName"] = "n1".into();
-        pod["status"] = json!({"phase": "Running", "containerStatuses": [{
-            "name": "vm", "image": "", "imageID": "", "ready": true, "restartCount": 0, "state": {"running": {}},
-        }]});
-        more(pod);
+        pod["status"] = json!({
+            "phase": "Running", "containerStatuses": container(&json!({"running": {}}), true),
+        });
     })
 }
 
-fn evicted(pod: &mut Value) {
-    pod["metadata"]["deletionTimestamp"] = "2026-01-02T03:05:05Z".into();
-    pod["metadata"]["deletionGracePeriodSeconds"] = 60.into();
-}
-
-/// The pod of run 4, which the VM is to be moved to.
-fn target(machine: &VirtualMachine, more: impl FnOnce(&mut Value)) -> Pod {
-    let plan = placeholder::plan(machine).unwrap();
-    let pod = placeholder::target(machine, &plan, 4, &settings(), ("n1", None)).unwrap();
-    change(pod, |pod| {
-        pod["metadata"]["uid"] = "p-4".into();
-        pod["status"] = json!({"phase": "Pending"});
-        more(pod);
+/// The pod of run 3 after its end.
+fn ended(machine: &VirtualMachine, code: i32, message: &str) -> Pod {
+    let state = json!({"terminated": {"exitCode": code, "message": message}});
+    pod(machine, 3, |pod| {
+        pod["spec"]["nodeName"] = "n1".into();
+        pod["status"] = json!({"phase": "Succeeded", "containerStatuses": container(&state, false)});
     })
 }
 
-fn awaiting(pod: &mut Value) {
-    pod["spec"]["nodeName"] = "n2".into();
-    pod["status"]["containerStatuses"] = json!([{
-        "name": "vm", "image": "", "imageID": "", "ready": false, "restartCount": 0,
-        "state": {"waiting": {"reason": names::AWAITS}},
-    }]);
+/// The pod of run 4 on another node, whose launcher has this state.
+fn target(machine: &VirtualMachine, state: &Value, started: bool) -> Pod {
+    pod(machine, 4, |pod| {
+        pod["spec"]["nodeName"] = "n2".into();
+        pod["status"] = json!({
+            "phase": "Running", "hostIP": "192.0.2.2", "containerStatuses": container(state, started),
+        });
+    })
 }
 
-fn node(name: &str, cordoned: bool) -> Node {
-    let value = json!({
-        "metadata": {"name": name, "annotations": {names::MIGRATION_ADDRESS: format!("{name}:7443")}},
-        "spec": {"unschedulable": cordoned},
-        "status": {"conditions": [{"type": "Ready", "status": "True"}]},
-    });
-    serde_json::from_value(value).unwrap()
+fn waiting(machine: &VirtualMachine) -> Pod {
+    target(machine, &json!({"running": {}}), false)
 }
 
-/// Next action `seconds` later.
-fn look(machine: &VirtualMachine, source: Option<&Pod>, target: Option<&Pod>, seconds: i64) -> Option<Act> {
-    let (from, to) = (node("n1", true), node("n2", false));
+fn deleted(mut pod: Pod) -> Pod {
+    pod.metadata.deletion_timestamp = Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(at(0)));
+    pod
+}
+
+/// Next action `seconds` later, with the node of run 3 cordoned or not.
+fn look(
+    machine: &VirtualMachine,
+    (run, second): (Option<&Pod>, Option<&Pod>),
+    cordoned: bool,
+    seconds: i64,
+) -> Option<Act> {
     let seen = Seen {
         machine,
-        pod: source,
-        node: Some(&from),
-        target,
-        target_node: Some(&to),
+        pod: run,
+        cordoned,
+        target: second,
         source: None,
-        launcher: false,
+        budget: None,
+        migration_port: 7443,
         now: at(seconds),
     };
-    let plan = placeholder::plan(machine).ok();
-    next(&seen, machine.status.as_ref().unwrap(), source, plan.as_ref())
+    let plan = launcher::plan(machine).ok();
+    next(&seen, machine.status.as_ref().unwrap(), run, plan.as_ref())
 }
 
-/// Carries out what only changes the VirtualMachine, until something else is to be done.
-fn settle(
-    mut machine: VirtualMachine,
-    source: Option<&Pod>,
-    target: Option<&Pod>,
-    seconds: i64,
-) -> (VirtualMachine, Option<Act>) {
-    for _ in 0..9 {
-        match look(&machine, source, target, seconds) {
-            Some(Act::Write(status)) => machine = with(&machine, *status),
-            act => return (machine, act),
-        }
+fn written(act: Option<Act>) -> VirtualMachineStatus {
+    match act {
+        Some(Act::Write(status)) => *status,
+        other => panic!("{other:?}"),
     }
-    panic!("it never settles: {:?}", machine.status);
 }
 
-fn migration(machine: &VirtualMachine) -> &Migration {
-    machine.status.as_ref().unwrap().migration.as_ref().unwrap()
+fn placed() -> VirtualMachine {
+    let machine = running(wished);
+    let status = written(look(&machine, (Some(&source(&machine)), None), false, 0));
+    with(&machine, status)
 }
 
-fn reason(machine: &VirtualMachine) -> (MigrationPhase, &str) {
-    (migration(machine).phase, &migration(machine).reason)
-}
-
-/// Evicted, and the second pod made and noted.
-fn placed() -> (VirtualMachine, Pod) {
-    let machine = running(|_| {});
-    let going = source(&machine, evicted);
-    let (machine, _) = settle(machine, Some(&going), None, 0);
-    let made = target(&machine, |_| {});
-    let (machine, _) = settle(machine, Some(&going), Some(&made), 1);
-    assert_eq!(migration(&machine).pod_uid.as_deref(), Some("p-4"));
-    (machine, going)
-}
-
-/// The agent has been told to move the VM.
-fn under_way() -> (VirtualMachine, Pod) {
-    let (machine, going) = placed();
-    let waits = target(&machine, awaiting);
-    let (machine, _) = settle(machine, Some(&going), Some(&waits), 2);
-    assert_eq!(migration(&machine).phase, MigrationPhase::Moving);
-    (machine, going)
-}
-
-#[test]
-fn eviction_is_a_deletion_on_a_cordoned_node_or_by_condition() {
-    let machine = running(|_| {});
-    let live = source(&machine, |_| {});
-    let going = source(&machine, evicted);
-    let forced = source(&machine, |pod| {
-        evicted(pod);
-        pod["metadata"]["deletionGracePeriodSeconds"] = 0.into();
-    });
-    let said = |reason: &'static str| {
-        source(&machine, move |pod| {
-            evicted(pod);
-            pod["status"]["conditions"] =
-                json!([{"type": "DisruptionTarget", "status": "True", "reason": reason}]);
-        })
-    };
-    let api = said("EvictionByEvictionAPI");
-    let preempted = said("PreemptionByKubeScheduler");
-    for (pod, cordoned, wanted) in [
-        (&live, true, false),
-        (&going, true, true),
-        (&going, false, false),
-        (&forced, true, false),
-        (&api, false, true),
-        (&preempted, false, false),
-    ] {
-        assert_eq!(
-            is_evicted(pod, Some(&node("n1", cordoned))),
-            wanted,
-            "{:?}",
-            pod.status
-        );
+/// The migration to the pod of run 4 is in the phase Moving.
+fn moves() -> VirtualMachine {
+    let mut machine = placed();
+    let (run, second) = (source(&machine), waiting(&machine));
+    for _ in 0..2 {
+        let status = written(look(&machine, (Some(&run), Some(&second)), false, 1));
+        machine = with(&machine, status);
     }
+    assert_eq!(
+        machine.status.as_ref().unwrap().migration.as_ref().unwrap().phase,
+        MigrationPhase::Moving
+    );
+    // The status of the pod is written once more.
+    while let Some(Act::Write(status)) = look(&machine, (Some(&run), Some(&second)), false, 1) {
+        machine = with(&machine, *status);
+    }
+    machine
+}
+
+/// Phase and reason of the migration, and the pod of the run.
+fn result(status: &VirtualMachineStatus) -> (MigrationPhase, &str, &str) {
+    let migration = status.migration.as_ref().unwrap();
+    (
+        migration.phase,
+        &migration.reason,
+        &status.run.as_ref().unwrap().pod,
+    )
 }
 
 #[test]
 fn number_is_spent_before_the_second_pod_and_the_run_keeps_its() {
-    let machine = running(|_| {});
-    let going = source(&machine, evicted);
-    let (machine, act) = settle(machine, Some(&going), None, 0);
-    let Some(Act::CreateTarget { epoch: 4, from, .. }) = act else {
-        panic!("{act:?}");
-    };
-    assert_eq!(from, "n1");
-    let status = machine.status.as_ref().unwrap();
+    let machine = placed();
+    let status = machine.status.clone().unwrap();
     assert_eq!((status.epoch, status.run_epoch()), (4, 3));
-    assert_eq!(migration(&machine).pod, "web-4");
-    let made = target(&machine, |_| {});
-    let (machine, act) = settle(machine, Some(&going), Some(&made), 1);
-    assert!(matches!(act, Some(Act::Wait(_))), "{act:?}");
-    assert_eq!(machine.status.as_ref().unwrap().phase, "Migrating");
-    // The node of the second pod waits for the VM, and the agent of the first pod is notified.
-    let waits = target(&machine, awaiting);
-    let (machine, act) = settle(machine, Some(&going), Some(&waits), 2);
-    let wake = Act::Wake {
-        pod: "web-3".to_owned(),
-        uid: "p-3".to_owned(),
-        epoch: 4,
-    };
-    assert_eq!(act, Some(wake));
-    let found = migration(&machine);
+    assert_eq!(status.migrate.as_deref(), Some("1"));
+    let migration = status.migration.as_ref().unwrap();
     assert_eq!(
-        (found.to.as_deref(), found.address.as_deref()),
-        (Some("n2"), Some("n2:7443"))
-    );
-    let woken = change(going, |pod| {
-        pod["metadata"]["annotations"][names::LEAVES] = "4".into();
-    });
-    assert_eq!(settle(machine, Some(&woken), Some(&waits), 3).1, Some(Act::Idle));
-}
-
-#[test]
-fn what_can_not_be_moved_is_not_tried() {
-    type Change = fn(&mut Value);
-    let disks: Change = |value| {
-        value["spec"]["vm"]["disks"] = json!([{"name": "tmp"}]);
-        value["spec"]["volumes"] = json!([{"name": "tmp", "emptyDisk": {"size": "1Gi"}}]);
-    };
-    let stop: Change = |value| value["spec"]["migration"] = json!({"eviction": "Stop"});
-    for (of_machine, of_pod, wanted) in [
-        (disks, evicted as Change, "DisksStay"),
-        (stop, evicted, "StoppedByPolicy"),
         (
-            |_| {},
-            |pod| {
-                evicted(pod);
-                pod["status"]["containerStatuses"][0]["state"] =
-                    json!({"waiting": {"reason": "CrashLoopBackOff"}});
-            },
-            "NotRunning",
+            &*migration.pod,
+            &*migration.source_uid,
+            &*migration.from,
+            migration.evicted
         ),
-    ] {
-        let machine = running(of_machine);
-        let going = source(&machine, of_pod);
-        let (machine, act) = settle(machine, Some(&going), None, 0);
-        assert_eq!((reason(&machine), act), ((MigrationPhase::Failed, wanted), None));
-        assert_eq!(machine.status.unwrap().epoch, 3, "no number is spent");
-    }
-    let mut machine = running(|_| {});
-    let going = source(&machine, evicted);
-    machine.spec.vm.insert("cpu".to_owned(), json!({"cores": 4}));
-    let (machine, _) = settle(machine, Some(&going), None, 0);
-    assert_eq!(reason(&machine), (MigrationPhase::Failed, "SpecChanged"));
-}
-
-#[test]
-fn a_migration_whose_second_pod_finds_no_place_is_given_up() {
-    let unschedulable = |pod: &mut Value| {
-        pod["status"]["conditions"] = json!([
-            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes are available"},
-        ]);
+        ("web-4", "p-3", "n1", false)
+    );
+    let run = source(&machine);
+    let Some(Act::CreateTarget { epoch, from, plan }) = look(&machine, (Some(&run), None), false, 1) else {
+        panic!("no second pod");
     };
-    let (machine, going) = placed();
-    let waits = target(&machine, unschedulable);
-    let (machine, act) = settle(machine, Some(&going), Some(&waits), 5);
-    assert_eq!(act, Some(Act::Wait(SignedDuration::from_secs(15))));
-    let (machine, act) = settle(machine, Some(&going), Some(&waits), 20);
+    assert_eq!((epoch, &*from), (4, "n1"));
+    let made = launcher::pod(&machine, &plan, epoch, &settings(), &Claims::new()).unwrap();
+    let made = serde_json::to_value(launcher::away_from(made, &from)).unwrap();
+    let terms = &made["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"];
     assert_eq!(
-        (reason(&machine), act),
-        ((MigrationPhase::Failed, "NoNodeFits"), None)
+        terms["nodeSelectorTerms"],
+        json!([{"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["n1"]}]}])
     );
-    assert_eq!(migration(&machine).message, "0/2 nodes are available");
-    // One that is placed, and of whose node nothing is heard.
-    let (machine, going) = placed();
-    let silent = target(&machine, |pod| pod["spec"]["nodeName"] = "n2".into());
-    let (machine, _) = settle(machine, Some(&going), Some(&silent), 119);
-    let (machine, _) = settle(machine, Some(&going), Some(&silent), 120);
-    assert_eq!(reason(&machine), (MigrationPhase::Failed, "NotPlaced"));
+    // Its uid is noted before its launcher counts.
+    let second = waiting(&machine);
+    let status = written(look(&machine, (Some(&run), Some(&second)), false, 1));
+    let migration = status.migration.as_ref().unwrap();
+    assert_eq!(
+        (migration.phase, migration.pod_uid.as_deref()),
+        (MigrationPhase::Placing, Some("p-4"))
+    );
+    let migration = moves().status.unwrap().migration.unwrap();
+    assert_eq!(migration.to.as_deref(), Some("n2"));
+    assert_eq!(migration.address.as_deref(), Some("192.0.2.2:7443"));
 }
 
 #[test]
-fn until_the_agent_is_told_whatever_goes_ends_the_migration() {
+fn vm_that_cannot_be_moved_is_not_tried_and_may_be_evicted() {
     type Change = fn(&mut Value);
-    let nothing: Change = |_| {};
-    let table: [(Option<Change>, Option<Change>, &str); 6] = [
-        (None, Some(awaiting), "SourceGone"),
-        (
-            Some(|pod| pod["status"]["phase"] = "Failed".into()),
-            Some(awaiting),
-            "NotRunning",
-        ),
-        (
-            Some(|pod| pod["metadata"]["deletionGracePeriodSeconds"] = 0.into()),
-            Some(awaiting),
-            "Forced",
-        ),
-        (Some(nothing), None, "TargetGone"),
-        (Some(nothing), Some(evicted), "TargetGone"),
-        (
-            Some(nothing),
-            Some(|pod| pod["metadata"]["uid"] = "p-other".into()),
-            "PodNameTaken",
-        ),
+    let disk: Change = |it| it["spec"]["volumes"] = json!([{"name": "root", "emptyDisk": {"size": "1Gi"}}]);
+    let single: Change = |it| it["metadata"]["annotations"] = json!({names::SINGLE_NODE: ""});
+    let starts: Change = |it| it["status"]["containerStatuses"][0]["started"] = false.into();
+    let image: Change = |it| it["spec"]["vm"]["disks"][0]["format"] = "qcow2".into();
+    let share: Change = |it| {
+        it["spec"]["vm"]["shares"] = json!([{"name": "site"}]);
+        let site = json!({"name": "site", "persistentVolumeClaim": {"claimName": "web"}});
+        it["spec"]["volumes"].as_array_mut().unwrap().push(site);
+    };
+    let table: [(Change, Change, &str, bool); 6] = [
+        (disk, |_| {}, "DisksStay", false),
+        (image, |_| {}, "MigrationDisks", false),
+        (share, |_| {}, "MigrationShares", false),
+        (|_| {}, single, "VolumeNotShared", false),
+        (|_| {}, starts, "NotRunning", true),
+        (|_| {}, |_| {}, "", true),
     ];
-    for (of_source, of_target, wanted) in table {
-        let (machine, going) = placed();
-        let going = of_source.map(|of_source| change(going, of_source));
-        let second = of_target.map(|of_target| target(&machine, of_target));
-        let (machine, _) = settle(machine, going.as_ref(), second.as_ref(), 2);
-        assert_eq!(reason(&machine), (MigrationPhase::Failed, wanted));
+    for (of_machine, of_pod, reason, budget) in table {
+        let machine = running(|value| {
+            of_machine(value);
+            wished(value);
+        });
+        let mut run = serde_json::to_value(source(&machine)).unwrap();
+        of_pod(&mut run);
+        let run: Pod = serde_json::from_value(run).unwrap();
+        let status = written(look(&machine, (Some(&run), None), false, 0));
+        assert_eq!(status.migration.unwrap().reason, reason);
+        let plan = launcher::plan(&machine).unwrap();
+        assert_eq!(wants_budget(&machine, &run, &plan), budget, "{reason}");
+        // A cordoned node has no effect on it.
+        let calm = running(of_machine);
+        let act = look(&calm, (Some(&run), None), true, 0);
+        assert_eq!(act.is_some(), reason.is_empty(), "{reason}");
     }
+    let stop = running(|it| it["spec"]["migration"] = json!({"eviction": "Stop"}));
+    let plan = launcher::plan(&stop).unwrap();
+    assert!(!wants_budget(&stop, &source(&stop), &plan));
+    assert_eq!(look(&stop, (Some(&source(&stop)), None), true, 0), None);
 }
 
 #[test]
-fn once_it_is_told_only_an_agent_says_what_has_become_of_the_vm() {
-    let said = |pod: Pod, status: &'static str| {
-        change(pod, move |pod| {
-            pod["status"]["conditions"] = json!([
-                {"type": "vmmd.dev/migration-3", "status": "True"},
-                {"type": "vmmd.dev/migration-4", "status": status, "reason": "Why", "message": "because"},
-            ]);
-        })
-    };
-    let (machine, going) = under_way();
-    // Neither time nor what becomes of the second pod.
-    for second in [
+fn wish_is_tried_once_and_a_cordoned_node_is_left_again() {
+    let machine = running(|_| {});
+    let run = source(&machine);
+    let status = written(look(&machine, (Some(&run), None), true, 0));
+    assert!(status.migration.as_ref().unwrap().evicted);
+    let machine = with(&machine, failed(&status, "NotPlaced", "", at(120)));
+    let second = deleted(waiting(&machine));
+    // The pod that is left over goes first.
+    assert_eq!(look(&machine, (Some(&run), Some(&second)), true, 999), None);
+    assert_eq!(look(&machine, (Some(&run), None), true, 239), None);
+    assert!(look(&machine, (Some(&run), None), true, 240).is_some());
+    assert_eq!(look(&machine, (Some(&run), None), false, 240), None);
+    let wish = placed();
+    let status = failed(wish.status.as_ref().unwrap(), "NotPlaced", "", at(120));
+    let wish = with(&wish, status);
+    assert_eq!(look(&wish, (Some(&run), None), false, 999), None);
+    assert_eq!(
+        look(&running(wished), (Some(&deleted(run)), None), true, 0),
         None,
-        Some(target(&machine, evicted)),
-        Some(target(&machine, awaiting)),
-    ] {
-        for over in ["Running", "Failed"] {
-            let going = change(going.clone(), |pod| pod["status"]["phase"] = over.into());
-            let (machine, _) = settle(machine.clone(), Some(&going), second.as_ref(), 100_000);
-            assert_eq!(migration(&machine).phase, MigrationPhase::Moving);
+        "a deleted pod ends its run"
+    );
+}
+
+#[test]
+fn placing_is_given_up_when_a_pod_ends_or_none_is_placed() {
+    let machine = placed();
+    let run = source(&machine);
+    let noted = {
+        let status = written(look(&machine, (Some(&run), Some(&waiting(&machine))), false, 1));
+        with(&machine, status)
+    };
+    let unschedulable = pod(&machine, 4, |pod| {
+        pod["status"]["conditions"] = json!([{
+            "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes",
+        }]);
+    });
+    let refused = target(
+        &machine,
+        &json!({"terminated": {"exitCode": 1, "message": "OldEpoch: it is over"}}),
+        false,
+    );
+    let gone = ended(&machine, 0, "GuestShutdown: off");
+    let table = [
+        ((Some(&run), Some(&unschedulable)), 20, "NoNodeFits"),
+        ((Some(&run), Some(&unschedulable)), 120, "NotPlaced"),
+        ((Some(&run), Some(&refused)), 2, "TargetRefused"),
+        ((Some(&run), None), 2, "TargetGone"),
+        ((Some(&gone), Some(&unschedulable)), 2, "SourceGone"),
+        ((None, Some(&unschedulable)), 2, "SourceGone"),
+    ];
+    for (pods, seconds, reason) in table {
+        let mut machine = noted.clone();
+        let status = loop {
+            let status = written(look(&machine, pods, false, seconds));
+            if status.under_way().is_none() {
+                break status;
+            }
+            machine = with(&machine, status);
+        };
+        assert_eq!(result(&status), (MigrationPhase::Failed, reason, "web-3"));
+    }
+    let mut going = noted.clone();
+    going.metadata.deletion_timestamp = deleted(run.clone()).metadata.deletion_timestamp;
+    let status = written(look(&going, (Some(&run), None), false, 2));
+    assert_eq!(status.migration.unwrap().reason, "Deleted");
+    let changed = {
+        let mut changed = noted;
+        changed.spec.vm.insert("cpu".to_owned(), json!({"cores": 4}));
+        changed
+    };
+    let status = written(look(&changed, (Some(&run), None), false, 2));
+    assert_eq!(status.migration.unwrap().reason, "SpecChanged");
+}
+
+#[test]
+fn pods_alone_report_the_result_of_a_migration() {
+    let machine = moves();
+    let run = source(&machine);
+    let (left, died) = (
+        ended(&machine, 0, "Migrated"),
+        ended(&machine, 137, "the launcher was killed"),
+    );
+    let second = waiting(&machine);
+    let runs = target(&machine, &json!({"running": {}}), true);
+    let over = target(
+        &machine,
+        &json!({"terminated": {"exitCode": 1, "message": "LauncherFailed: x"}}),
+        false,
+    );
+    let mut lost = run.clone();
+    lost.status.get_or_insert_default().conditions = serde_json::from_value(
+        json!([{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]),
+    )
+    .unwrap();
+    use MigrationPhase::{Failed, Succeeded};
+    let table = [
+        ((Some(&left), Some(&second)), 2, Succeeded, ""),
+        ((Some(&left), Some(&over)), 2, Succeeded, ""),
+        ((Some(&died), Some(&runs)), 2, Succeeded, ""),
+        ((Some(&lost), Some(&runs)), 2, Succeeded, ""),
+        ((Some(&run), Some(&over)), 2, Failed, "TargetGone"),
+        ((Some(&run), None), 2, Failed, "TargetGone"),
+        ((Some(&died), Some(&over)), 2, Failed, "SourceGone"),
+        ((None, Some(&over)), 2, Failed, "SourceGone"),
+        ((Some(&run), Some(&over)), 999, Failed, "TimedOut"),
+    ];
+    for (index, (pods, seconds, phase, reason)) in table.into_iter().enumerate() {
+        let status = written(look(&machine, pods, false, seconds));
+        let pod = if phase == Succeeded { "web-4" } else { "web-3" };
+        assert_eq!(result(&status), (phase, reason, pod), "{index}");
+        if phase == Succeeded {
+            let run = status.run.as_ref().unwrap();
+            assert_eq!((run.pod_uid.as_deref(), run.epoch), (Some("p-4"), Some(4)));
         }
     }
-    let stays = said(going.clone(), "False");
-    let (failed, _) = settle(machine.clone(), Some(&stays), None, 9);
-    assert_eq!(reason(&failed), (MigrationPhase::Failed, "Why"));
-    assert_eq!(failed.status.as_ref().unwrap().run_epoch(), 3);
-    let waits = target(&machine, awaiting);
-    let arrived = said(waits.clone(), "True");
-    let left = said(going.clone(), "True");
-    for (first, second) in [
-        (Some(&left), Some(&waits)),
-        (Some(&going), Some(&arrived)),
-        (None, Some(&waits)),
+    // The second pod has to end before a migration has failed.
+    let deletes = Act::DeletePod {
+        pod: "web-4".to_owned(),
+        uid: "p-4".to_owned(),
+    };
+    let mut going = machine.clone();
+    going.metadata.deletion_timestamp = deleted(run.clone()).metadata.deletion_timestamp;
+    for (machine, pods, seconds) in [
+        (&machine, (Some(&run), Some(&second)), 721),
+        (&machine, (Some(&run), Some(&runs)), 721),
+        (&machine, (Some(&died), Some(&second)), 2),
+        (&machine, (None, Some(&second)), 2),
+        (&going, (Some(&run), Some(&second)), 2),
     ] {
-        let Some(Act::Write(status)) = look(&machine, first, second, 9) else {
-            panic!("nothing is written");
-        };
-        let run = status.run.as_ref().unwrap();
-        assert_eq!((&*run.pod, run.pod_uid.as_deref()), ("web-4", Some("p-4")));
-        assert_eq!((run.from.as_deref(), status.run_epoch()), (Some("n1"), 4));
         assert_eq!(
-            status.migration.as_ref().unwrap().phase,
-            MigrationPhase::Succeeded
+            look(machine, pods, false, seconds),
+            Some(deletes.clone()),
+            "{seconds}"
         );
-        assert_eq!(status.node.as_deref(), Some("n2"));
+        let waits = deleted(pods.1.unwrap().clone());
+        let act = look(machine, (pods.0, Some(&waits)), false, seconds);
+        let ended = matches!(&act, Some(Act::Write(status)) if status.under_way().is_none());
+        assert!(!ended && act.is_some(), "{act:?}");
     }
-    // Another pod of that name says nothing.
-    let other = change(arrived, |pod| pod["metadata"]["uid"] = "p-other".into());
-    let (machine, _) = settle(machine, Some(&going), Some(&other), 9);
-    assert_eq!(migration(&machine).phase, MigrationPhase::Moving);
+    let act = look(&machine, (Some(&run), Some(&second)), false, 719);
+    assert_eq!(act, Some(Act::Wait(SignedDuration::from_secs(1))));
 }
 
 #[test]
-fn a_pod_is_evicted_once_and_a_wish_is_tried_once() {
-    let machine = running(|value| value["metadata"]["annotations"] = json!({names::MIGRATE: "monday"}));
-    let live = source(&machine, |_| {});
-    let (machine, act) = settle(machine, Some(&live), None, 0);
-    assert!(matches!(act, Some(Act::CreateTarget { .. })), "{act:?}");
-    assert!(!migration(&machine).evicted);
-    let refused = target(&machine, |pod| {
-        pod["status"] = json!({"phase": "Failed", "message": "no such network"});
-    });
-    let (machine, _) = settle(machine, Some(&live), Some(&refused), 1);
-    let (machine, _) = settle(machine, Some(&live), Some(&refused), 1);
-    assert_eq!(migration(&machine).message, "no such network");
-    assert_eq!(settle(machine.clone(), Some(&live), None, 2).1, None);
-    // Its eviction is another matter.
-    let going = source(&machine, evicted);
-    let (machine, act) = settle(machine, Some(&going), None, 3);
-    assert!(matches!(act, Some(Act::CreateTarget { epoch: 5, .. })), "{act:?}");
-    let (machine, act) = settle(machine, Some(&going), None, 200);
-    assert_eq!(
-        (reason(&machine), act),
-        ((MigrationPhase::Failed, "NotPlaced"), None)
-    );
-}
-
-#[test]
-fn the_pods_of_a_migration_that_is_over_are_known() {
-    let (machine, going) = under_way();
-    let waits = target(&machine, awaiting);
-    let (failed, _) = settle(
-        machine.clone(),
-        Some(&change(going.clone(), |pod| {
-            pod["status"]["conditions"] = json!([{"type": "vmmd.dev/migration-4", "status": "False"}]);
-        })),
-        Some(&waits),
-        9,
-    );
-    let (succeeded, _) = settle(machine.clone(), None, Some(&waits), 9);
-    let of = |machine: &VirtualMachine, source: Option<&Pod>, target: Option<&Pod>| {
+fn pods_that_a_finished_migration_has_left_over_are_known() {
+    let machine = moves();
+    let seen = |machine: &VirtualMachine, first: &Pod, second: &Pod| {
         let seen = Seen {
             machine,
             pod: None,
-            node: None,
-            target,
-            target_node: None,
-            source,
-            launcher: false,
-            now: at(10),
+            cordoned: false,
+            target: Some(second),
+            source: Some(first),
+            budget: None,
+            migration_port: 7443,
+            now: at(0),
         };
-        left_over(&seen, machine.status.as_ref().unwrap()).and_then(Pod::uid)
+        left_over(&seen, machine.status.as_ref().unwrap()).map(kube::ResourceExt::name_any)
     };
-    assert_eq!(of(&machine, Some(&going), Some(&waits)), None);
-    assert_eq!(of(&failed, None, Some(&waits)).as_deref(), Some("p-4"));
-    assert_eq!(of(&succeeded, Some(&going), None).as_deref(), Some("p-3"));
-    // Until it is gone there is no other migration.
-    let gone_to = change(waits, |pod| {
-        pod["status"] = serde_json::to_value(source(&machine, evicted).status).unwrap();
-        evicted(pod);
-    });
-    let act = |left: Option<&Pod>| {
-        let cordoned = node("n2", true);
-        let seen = Seen {
-            machine: &succeeded,
-            pod: Some(&gone_to),
-            node: Some(&cordoned),
-            target: None,
-            target_node: None,
-            source: left,
-            launcher: false,
-            now: at(10),
-        };
-        let plan = placeholder::plan(&succeeded).ok();
-        next(
-            &seen,
-            succeeded.status.as_ref().unwrap(),
-            Some(&gone_to),
-            plan.as_ref(),
-        )
-    };
-    assert_eq!(act(Some(&going)), None);
-    assert!(matches!(act(None), Some(Act::Write(_))));
-    let foreign = change(going, |pod| pod["metadata"]["ownerReferences"] = json!([]));
-    assert_eq!(of(&succeeded, Some(&foreign), None), None);
+    let (first, second) = (source(&machine), waiting(&machine));
+    assert_eq!(seen(&machine, &first, &second), None);
+    let status = machine.status.as_ref().unwrap();
+    let migration = status.migration.as_ref().unwrap();
+    let done = with(&machine, succeed(status, migration, at(2)));
+    assert_eq!(seen(&done, &first, &second).as_deref(), Some("web-3"));
+    let over = with(&machine, failed(status, "TimedOut", "", at(2)));
+    assert_eq!(seen(&over, &first, &second).as_deref(), Some("web-4"));
+    // A later run has the name.
+    let mut later = over.clone();
+    later.status.as_mut().unwrap().run.as_mut().unwrap().pod_uid = Some("p-4".to_owned());
+    assert_eq!(seen(&later, &first, &second), None);
 }

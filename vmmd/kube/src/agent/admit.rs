@@ -14,6 +14,9 @@ use crate::{
     spec::Invalid,
 };
 
+/// Reason of a pod whose VM another client has deleted from vmmd.
+pub const VM_REMOVED: &str = "VmRemoved";
+
 /// Whether a pod is the one that has the VM.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Admission {
@@ -21,6 +24,10 @@ pub enum Admission {
     Admit(Box<Plan>),
     /// The controller has not noted the pod yet.
     NotYet,
+    /// The VM is to come to it from this node.
+    Await(String),
+    /// It is, and the VM may have left it for another pod. The launcher has the end from vmmd.
+    Leaves,
     /// It is not, and never will be.
     Refuse {
         /// One CamelCase word.
@@ -42,6 +49,12 @@ pub fn admit(pod: &v1::Pod, machine: Option<&VirtualMachine>) -> Admission {
     };
     let status = machine.status.clone().unwrap_or_default();
     let run = match status.role(pod.run, &pod.name, Some(&pod.uid)) {
+        // vmmd decides which pod has the VM.
+        Role::Run(_) if status.moving().is_some() => return Admission::Leaves,
+        Role::Run(run) if run.from.is_some() => {
+            let message = "the VM was moved to this node, and was removed from vmmd".to_owned();
+            return refuse(VM_REMOVED, message);
+        }
         Role::Run(run) => run,
         Role::NotYet => return Admission::NotYet,
         Role::Old => {
@@ -58,10 +71,7 @@ pub fn admit(pod: &v1::Pod, machine: Option<&VirtualMachine>) -> Admission {
                 "the run of the VirtualMachine has another pod".to_owned(),
             );
         }
-        Role::Target(_) => {
-            let message = "a VM in a launcher pod cannot be moved".to_owned();
-            return refuse("MigrationNotSupported", message);
-        }
+        Role::Target(migration) => return Admission::Await(migration.from.clone()),
     };
     let plan = match launcher::plan(machine) {
         Ok(plan) => plan,
@@ -156,6 +166,7 @@ mod tests {
             let found = match admit(&pod(run, name, uid), Some(&noted(change))) {
                 Admission::Admit(_) => "Admit",
                 Admission::NotYet => "NotYet",
+                Admission::Await(_) | Admission::Leaves => "Moves",
                 Admission::Refuse { reason, .. } => reason,
             };
             assert_eq!(found, wanted, "{index}");
@@ -168,6 +179,43 @@ mod tests {
                 ..
             }
         ));
+    }
+
+    #[test]
+    fn moving_vm_is_created_for_neither_of_its_pods() {
+        // The phase of the migration from run 3 to run 4, and the answers for both pods.
+        let table = [
+            ("Placing", "Admit", "Await"),
+            ("Moving", "Leaves", "Await"),
+            ("Failed", "Admit", "OldEpoch"),
+            ("Succeeded", "OldEpoch", VM_REMOVED),
+        ];
+        for (phase, source, target) in table {
+            let machine = noted(|it| {
+                let status = &mut it["status"];
+                status["epoch"] = 4.into();
+                status["migration"] = json!({
+                    "phase": phase, "epoch": 4, "pod": "web-4", "podUid": "p-4", "sourcePod": "web-3",
+                    "sourceUid": "p-3", "from": "n1", "evicted": false, "timeoutSeconds": 600,
+                    "force": false, "startTime": "2026-01-02T03:04:05Z",
+                });
+                if phase == "Succeeded" {
+                    status["run"] =
+                        json!({"pod": "web-4", "podUid": "p-4", "digest": "x", "epoch": 4, "from": "n1"});
+                }
+            });
+            let of = |run: i64| match admit(
+                &pod(run, &format!("web-{run}"), &format!("p-{run}")),
+                Some(&machine),
+            ) {
+                Admission::Admit(_) => "Admit",
+                Admission::NotYet => "NotYet",
+                Admission::Await(_) => "Await",
+                Admission::Leaves => "Leaves",
+                Admission::Refuse { reason, .. } => reason,
+            };
+            assert_eq!((of(3), of(4)), (source, target), "{phase}");
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@
 //! in the kubelet's directory. A kubelet that starts deletes all sockets there: they are made again,
 //! and the resources are registered again.
 
+mod described;
 mod directory;
 mod serve;
 
@@ -17,12 +18,12 @@ use tonic::{codegen::http::Uri, transport::Endpoint};
 use vmmd_api::v1::{self, ConditionStatus};
 
 use self::{
+    described::{Described, describe},
     directory::Directory,
     proto::{RegisterRequest, registration_client::RegistrationClient},
 };
 use crate::{
     daemon::{Daemon, within},
-    described::{Described, describe},
     launcher::{CPU_RESOURCE, VM_RESOURCE},
 };
 

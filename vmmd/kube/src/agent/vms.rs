@@ -1,4 +1,4 @@
-//! The watch of the VMs that agents have created in vmmd.
+//! The watch of the VMs of pods in vmmd.
 
 use std::time::Duration;
 
@@ -43,7 +43,6 @@ pub async fn watch<N: From<News>>(daemon: Daemon, news: Sender<N>) {
 }
 
 async fn watch_vms<N: From<News>>(daemon: &Daemon, news: &Sender<N>) -> Result<(), Status> {
-    // Also those of other nodes' agents, which are moved here.
     let filter = v1::VmFilter {
         labels: vec![names::MACHINE_UID.to_owned()],
         ..v1::VmFilter::default()
