@@ -112,10 +112,15 @@ fn hardware(offer: &Offer) -> Hardware {
     let wire = &offer.hardware;
     let processor = &offer.spec.processor;
     let texts = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    let is_in_pod = |name: &str| {
+        let mut nics = offer.spec.nics.iter().filter(|nic| nic.name.as_str() == name);
+        nics.any(|nic| matches!(nic.attachment, Attachment::PodNetwork { .. }))
+    };
     let nic = |(name, nic): (&String, &v1::PeerNic)| {
         let nic = NicHardware {
             slot: nic.slot,
             mac: nic.mac.clone(),
+            pod_address: if is_in_pod(name) { nic.address } else { 0 },
         };
         (name.clone(), nic)
     };

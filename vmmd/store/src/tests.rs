@@ -135,6 +135,7 @@ async fn a_record_keeps_every_field() {
     let nic = NicHardware {
         slot: 3,
         mac: vec![2, 0, 0, 0, 0, 1],
+        pod_address: 0x0a00_0202,
     };
     let full = VmRecord {
         labels: [("a".to_owned(), "b".to_owned())].into(),
