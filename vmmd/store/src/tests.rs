@@ -225,6 +225,7 @@ async fn disks_are_kept_beside_vms_also_with_the_same_key() {
             metadata: Some(metadata.into()),
             owned: 0,
             moved: false,
+            pod: String::new(),
         };
         store
             .remove::<DiskRecord>(&[2; 16], Some(tombstone), None)
@@ -253,6 +254,7 @@ fn tombstone(revision: u64) -> Tombstone {
         metadata: Some(metadata.into()),
         owned: 0,
         moved: false,
+        pod: String::new(),
     }
 }
 
