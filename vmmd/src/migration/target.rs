@@ -72,6 +72,10 @@ async fn take_offer(
         uid,
         migration: offer.migration,
     };
+    if let Some(pod) = &offer.spec.pod {
+        host.pods.connected(pod.as_str())?;
+        host.vms.check_pod(pod.as_str())?;
+    }
     let disks = moved::make(host, &moving.name, &offer.disks, context).await?;
     fault::hold(&host.config.run_dir, "made-disks").await;
     let incoming = Incoming {
