@@ -65,6 +65,9 @@ pub struct MigrateVm {
     /// Address at which vmmd listens on the other node
     #[arg(long, value_name = "HOST:PORT")]
     pub to: String,
+    /// Uid of the pod on the other node that gets the VM, for a VM in a pod
+    #[arg(long, value_name = "UID")]
+    pub target_pod: Option<String>,
     /// How long the guest may be paused while the rest of its memory and disks is sent; 300ms when not given
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub downtime_limit: Option<Duration>,

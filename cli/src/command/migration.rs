@@ -22,6 +22,7 @@ pub async fn run(client: &Client, verb: Migrate) -> Result<()> {
                 policy: args.policy.unwrap_or_default().into(),
                 bytes_per_second: args.bandwidth.unwrap_or_default(),
                 timeout: args.timeout.map(Into::into),
+                target_pod: args.target_pod.unwrap_or_default(),
                 ..Default::default()
             };
             migrate(client, request, args.detach).await

@@ -16,6 +16,7 @@ mod ports;
 
 use std::{
     io,
+    net::Ipv4Addr,
     os::fd::{AsFd, OwnedFd},
 };
 
@@ -50,6 +51,19 @@ pub struct Tap {
     pub mtu: u32,
 }
 
+/// Place of a NIC in its machine.
+#[derive(Clone, Debug)]
+pub struct NicEnd {
+    /// MAC address.
+    pub mac: Mac,
+    /// Name of the tap that is made for it.
+    pub tap: String,
+    /// The machine of the VM runs.
+    pub plugged: bool,
+    /// Address that the guest has in the network of its pod already.
+    pub pod_address: Option<Ipv4Addr>,
+}
+
 /// Name of the tap that is made for a NIC of a VM on a bridge. `slot` is its place in the machine, which no other NIC has.
 pub fn tap_name(vm: Uuid, slot: u32) -> String {
     // 40 random bits of the UUID: 2 + 10 + 1 + 2 characters.
@@ -66,15 +80,21 @@ fn is_tap_name(name: &str) -> bool {
     })
 }
 
-/// Opens the tap of `nic`, or makes `tap` on its bridge. `index` is its number in the spec; `plugged` says that the machine of the VM runs.
+/// Opens the tap of `nic`, or makes the tap of `end` on its bridge or in its pod. `index` is its number in the spec.
 pub async fn open_tap(
     host: Ports<'_>,
     vm: Uuid,
     name: &str,
     index: usize,
     nic: &Nic,
-    (mac, tap, plugged): (Mac, String, bool),
+    end: NicEnd,
 ) -> Result<Tap, Failure> {
+    let NicEnd {
+        mac,
+        tap,
+        plugged,
+        pod_address,
+    } = end;
     let links = &host.links;
     let mut tap = match &nic.attachment {
         Attachment::Network {
@@ -109,6 +129,7 @@ pub async fn open_tap(
                 interface: interface.clone(),
                 tap,
                 mac,
+                address: pod_address,
                 queues: nic.queues,
                 mtu: nic.mtu,
             };

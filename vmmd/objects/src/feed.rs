@@ -58,6 +58,8 @@ pub struct Deletion {
     pub at: (u64, u64),
     /// Of a VM: the last migration up to which the VM was this node's; 0 when it never was.
     pub owned: u64,
+    /// Uid of the pod that had a VM which has moved to another node; empty without one.
+    pub pod: String,
 }
 
 impl Feed {
@@ -68,6 +70,7 @@ impl Feed {
             at: (tombstone.run, tombstone.revision),
             owned: tombstone.owned,
             metadata: tombstone.metadata.unwrap_or_default().into(),
+            pod: tombstone.pod,
         });
         Self {
             run,
@@ -119,6 +122,7 @@ impl Feed {
             metadata: Some(metadata.into()),
             owned: 0,
             moved: false,
+            pod: String::new(),
         }
     }
 
@@ -134,6 +138,7 @@ impl Feed {
             metadata: tombstone.metadata.unwrap_or_default().into(),
             at: (self.run, self.change()),
             owned: tombstone.owned,
+            pod: tombstone.pod,
         };
         self.tombstones.push_back(buried);
         while u64::try_from(self.tombstones.len()).is_ok_and(|count| count > MAX_TOMBSTONES) {
@@ -148,6 +153,11 @@ impl Feed {
     pub fn owned(&self, uid: &str) -> u64 {
         let of_it = self.tombstones.iter().filter(|buried| buried.metadata.uid == uid);
         of_it.map(|buried| buried.owned).max().unwrap_or_default()
+    }
+
+    /// Whether the VM of a pod has moved to another node, as far as that is remembered.
+    pub fn moved_from(&self, pod: &str) -> bool {
+        self.tombstones.iter().any(|buried| buried.pod == pod)
     }
 
     /// Where the last change is.

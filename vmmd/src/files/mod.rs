@@ -111,7 +111,7 @@ pub enum Locks {
     Take,
     /// Neither take nor check locks.
     None,
-    /// For a disk by path that is open for writing: take no lock. Another node's VM must hold it,
+    /// For a disk by path, or in a directory of a pod, that is open for writing: take no lock. Another node's VM must hold it,
     /// otherwise the open is refused. Take all other locks.
     Elsewhere,
 }
@@ -277,17 +277,20 @@ pub fn bytes_in_memory(spec: &VmSpec, sources: &Sources<'_>) -> u64 {
 
 /// Opens and locks a disk with all that is below it; `field` is its path in the request.
 pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) -> Result<OpenDisk, Failure> {
-    let locks = match &disk.source {
-        // A disk of this node's DiskService: no other node has locked it.
-        Source::Disk { .. } if locks == Locks::Elsewhere => Locks::Take,
-        _ => locks,
-    };
     let volume = match &disk.source {
         Source::Pod { volume, .. } => {
             let field = format!("{field}.podVolume: disk \"{}\"", disk.name);
             Some(pod::open_volume(&field, volume, sources)?)
         }
         _ => None,
+    };
+    let arrives = locks == Locks::Elsewhere;
+    let locks = match (&disk.source, &volume) {
+        // A disk of this node's DiskService: no other node has locked it.
+        (Source::Disk { .. }, _) if arrives => Locks::Take,
+        // No node knows the locks that another one has on a block device. The cluster gives both pods the same device.
+        (_, Some(volume)) if arrives && volume.block_device => Locks::Take,
+        _ => locks,
     };
     let (label, path, within, format, below) = match &disk.source {
         // Made when the VM starts, and opened nowhere else.
@@ -359,7 +362,7 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
             return Err(Failure::precondition("DISK_SIZE_INVALID", problem));
         }
     }
-    if locks == Locks::Elsewhere && image.block_device && disk.cache == Cache::Writeback && !disk.read_only {
+    if arrives && image.block_device && disk.cache == Cache::Writeback && !disk.read_only {
         let problem = format!(
             "{label} is a block device behind the node's page cache, which does not see what another node writes: a VM whose disk it is moves \
              with `cache: none`"

@@ -25,6 +25,8 @@ const IMAGE: &str = "disk.img";
 pub(super) struct OpenVolume {
     /// Begin of messages about the disk.
     pub label: String,
+    /// It is a block device.
+    pub block_device: bool,
     path: PathBuf,
     /// The folder and the roots of a directory.
     beneath: Option<(PathBuf, [PathBuf; 1])>,
@@ -57,7 +59,8 @@ pub(super) fn open_volume(
     let pod = pod_of(volume, sources)?;
     let found = pod.volume(volume.name.as_str())?;
     let link = link_of(found);
-    let (path, beneath, what) = match found.block_device {
+    let block_device = found.block_device;
+    let (path, beneath, what) = match block_device {
         true => (link, None, "the block device of"),
         false => (
             link.join(IMAGE),
@@ -67,6 +70,7 @@ pub(super) fn open_volume(
     };
     Ok(OpenVolume {
         label: format!("{field}: {what} volume \"{}\"", volume.name),
+        block_device,
         path,
         beneath,
         _pod: pod,

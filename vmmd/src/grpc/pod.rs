@@ -13,7 +13,6 @@ use vmmd_host::{
 
 use crate::{
     host::Host,
-    pod,
     registry::pods::{Pod, Report},
 };
 
@@ -113,7 +112,7 @@ impl PodService for Pods {
             let wanted = format!("must be at most {MAX_MESSAGE} bytes");
             return Err(Failure::field("message", wanted).into());
         }
-        pod::check_free(&self.host, pod.uid.as_str())?;
+        self.host.vms.check_pod(pod.uid.as_str())?;
         pod.report.send_replace(Some(Report {
             refused,
             reason,

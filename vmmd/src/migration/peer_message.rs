@@ -139,7 +139,8 @@ fn uuid(field: &str, text: &str) -> Result<Uuid, Failure> {
     Uuid::parse_str(text).map_err(|_| Failure::field(field, "must be a UUID"))
 }
 
-fn mac(bytes: &[u8]) -> Option<Mac> {
+/// The MAC address of 6 bytes; `None` when they are no address of a NIC.
+pub fn mac(bytes: &[u8]) -> Option<Mac> {
     Mac::try_from(<[u8; 6]>::try_from(bytes).ok()?).ok()
 }
 

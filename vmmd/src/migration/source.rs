@@ -15,6 +15,7 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
+use tonic_types::StatusExt as _;
 use uuid::Uuid;
 use vm_lifecycle::handover::{Message, SourceEvent};
 use vmm_protocol::vmm::{MigrationPolicy, SendReply};
@@ -29,7 +30,10 @@ use vmmd_objects::{
     operation::{Handle, Progress, Type},
     request::preconditions,
 };
-use vmmd_spec::vm::{Boot, VmSpec};
+use vmmd_spec::{
+    pod::PodUid,
+    vm::{Boot, VmSpec},
+};
 use vmmd_store::store_failure;
 use vmmd_store::{AbortRecord, NicHardware, VmRecord};
 
@@ -41,7 +45,10 @@ use crate::{
     control::Extras,
     disk::moved,
     host::Host,
-    registry::vms::command::{Begin, Begun, Command, HandoverRequest, Purpose},
+    registry::{
+        pods,
+        vms::command::{Begin, Begun, Command, HandoverRequest, Purpose},
+    },
     vm::{as_it_runs, migratable, refused},
 };
 
@@ -70,6 +77,8 @@ struct Plan {
     /// Generation of the VM that was looked at.
     generation: u64,
     peer: PeerServiceClient<Channel>,
+    /// The pod of the target that gets the VM.
+    pod: Option<PodUid>,
     /// Disks that go along.
     disks: Vec<v1::PeerDisk>,
     /// The same, as the VM calls them.
@@ -111,6 +120,22 @@ fn policy(request: &v1::MigrateVmRequest) -> Result<MigrationPolicy, Failure> {
     })
 }
 
+/// The pod of the target, of a VM in a pod. Refused as MIGRATION_POD.
+fn target_pod(spec: &VmSpec, request: &v1::MigrateVmRequest) -> Result<Option<PodUid>, Failure> {
+    let refuse = |message| Err(Failure::precondition("MIGRATION_POD", message));
+    match (&spec.pod, request.target_pod.as_str()) {
+        (None, "") => Ok(None),
+        (None, _) => refuse("target_pod: the VM is in no pod: leave the field out"),
+        (Some(_), "") => {
+            refuse("target_pod: the VM is in a pod: give the uid of a pod on the other node that has no VM")
+        }
+        (Some(_), uid) => match PodUid::new(uid) {
+            Some(uid) => Ok(Some(uid)),
+            None => Err(Failure::field("target_pod", "must be the uid of a pod")),
+        },
+    }
+}
+
 /// Begins a migration.
 pub async fn migrate(
     host: &Arc<Host>,
@@ -144,6 +169,7 @@ pub async fn migrate(
     let (wire, _) = as_it_runs(&record)?;
     let spec = VmSpec::try_from(&wire)?;
     migratable(host, &record, &spec)?;
+    let pod = target_pod(&spec, &request)?;
     let disks = moved::going(host, &name, &spec.disks).await?;
     let copied: Vec<_> = moved::along(&spec.disks)
         .map(|(in_vm, _)| in_vm.to_owned())
@@ -167,6 +193,7 @@ pub async fn migrate(
         target: request.target,
         generation: record.generation,
         peer,
+        pod,
         disks,
         copied,
         boot_files: matches!(spec.boot, Boot::Disk { .. }),
@@ -184,14 +211,22 @@ pub async fn migrate(
 fn offer(
     host: &Host,
     record: &VmRecord,
-    uid: Uuid,
-    migration: u64,
+    (uid, migration): (Uuid, u64),
+    pod: Option<&PodUid>,
     disks: Vec<v1::PeerDisk>,
 ) -> Result<v1::OfferVmRequest, Failure> {
-    let (spec, hardware) = as_it_runs(record)?;
+    let (mut spec, hardware) = as_it_runs(record)?;
+    if let (Some(of_vm), Some(pod)) = (&mut spec.pod, pod) {
+        pod.as_str().clone_into(&mut of_vm.uid);
+    }
     let nic = |(name, nic): (String, NicHardware)| {
         let network = network_of(&spec, &name);
-        let address = network.and_then(|network| host.networks.address(network, uid, &name));
+        let address = match network {
+            Some(network) => host.networks.address(network, uid, &name),
+            None => peer_message::mac(&nic.mac)
+                .filter(|_| pod.is_some())
+                .and_then(|mac| vmmd_network::pod::guest_address(&host.config.run_dir, uid, mac)),
+        };
         let range = network.and_then(|network| host.networks.range(network));
         let nic = v1::PeerNic {
             slot: nic.slot,
@@ -422,7 +457,8 @@ fn cancelled() -> Failure {
 /// Offers the machine and sends it.
 async fn send(host: &Host, plan: &mut Plan, begun: &Begun) -> Result<SendReply, Failure> {
     let (uid, migration) = (plan.moving.uid, begun.migration);
-    let offer = offer(host, &begun.record, uid, migration, plan.disks.clone())?;
+    let of = (uid, migration);
+    let offer = offer(host, &begun.record, of, plan.pod.as_ref(), plan.disks.clone())?;
     let patience = match offer
         .disks
         .iter()
@@ -472,8 +508,20 @@ fn silent() -> Failure {
     Failure::new(Kind::Unavailable, "PEER_SILENT", "the other node does not answer")
 }
 
+/// Reasons of a target that programs can act on, with their kinds.
+const KEPT_REASONS: [(&str, Kind); 3] = [
+    (pods::NOT_CONNECTED, Kind::Unavailable),
+    (pods::HAS_VM, Kind::Precondition),
+    (pods::NO_VOLUME, Kind::Precondition),
+];
+
 fn said_no(status: &tonic::Status) -> Failure {
     let message = format!("the other node: {}", peer_message::reason(status.message()));
+    let info = status.get_details_error_info();
+    let is_kept = |(reason, _): &(&str, Kind)| info.as_ref().is_some_and(|info| info.reason == *reason);
+    if let Some((reason, kind)) = KEPT_REASONS.into_iter().find(is_kept) {
+        return Failure::new(kind, reason, message);
+    }
     match status.code() {
         tonic::Code::Unavailable | tonic::Code::Cancelled | tonic::Code::Unknown => {
             Failure::new(Kind::Unavailable, "PEER_GONE", message)

@@ -72,6 +72,10 @@ async fn take_offer(
         uid,
         migration: offer.migration,
     };
+    if let Some(pod) = &offer.spec.pod {
+        host.pods.connected(pod.as_str())?;
+        host.vms.check_pod(pod.as_str())?;
+    }
     let disks = moved::make(host, &moving.name, &offer.disks, context).await?;
     fault::hold(&host.config.run_dir, "made-disks").await;
     let incoming = Incoming {
@@ -112,10 +116,15 @@ fn hardware(offer: &Offer) -> Hardware {
     let wire = &offer.hardware;
     let processor = &offer.spec.processor;
     let texts = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    let is_in_pod = |name: &str| {
+        let mut nics = offer.spec.nics.iter().filter(|nic| nic.name.as_str() == name);
+        nics.any(|nic| matches!(nic.attachment, Attachment::PodNetwork { .. }))
+    };
     let nic = |(name, nic): (&String, &v1::PeerNic)| {
         let nic = NicHardware {
             slot: nic.slot,
             mac: nic.mac.clone(),
+            pod_address: if is_in_pod(name) { nic.address } else { 0 },
         };
         (name.clone(), nic)
     };

@@ -34,15 +34,11 @@ use tokio::{
     net::UnixListener,
     time::{sleep, timeout},
 };
-use vmmd_api::v1;
-use vmmd_host::{failure::Failure, socket};
+use vmmd_host::socket;
 use vmmd_pod::message::Ended;
 
 use self::{hello::Greeted, peer::Peer, stream::Stream};
-use crate::{
-    host::Host,
-    registry::{pods::Pod, vms::Entry},
-};
+use crate::host::Host;
 
 /// How long a launcher may take for its Hello.
 const HELLO: Duration = Duration::from_secs(20);
@@ -125,31 +121,6 @@ async fn refuse(stream: &Stream, message: String) {
         message,
     };
     stream.end(ended).await;
-}
-
-/// The VM of a pod.
-pub fn vm_of(host: &Host, pod: &Pod) -> Option<Entry> {
-    let is_its = |vm: &v1::Vm| {
-        let of_vm = vm.spec.as_ref().and_then(|spec| spec.pod.as_ref());
-        of_vm.is_some_and(|of_vm| of_vm.uid == pod.uid.as_str())
-    };
-    let vm = host.vms.list().into_iter().find(|vm| is_its(vm))?;
-    host.vms
-        .get(vm.metadata.as_ref().map_or("", |metadata| &metadata.name))
-}
-
-/// Refused as POD_HAS_VM when another VM has the pod of `spec`.
-pub fn check_free(host: &Host, uid: &str) -> Result<(), Failure> {
-    let of = |vm: &v1::Vm| {
-        let pod = vm.spec.as_ref().and_then(|spec| spec.pod.as_ref());
-        pod.is_some_and(|pod| pod.uid == uid)
-    };
-    let Some(vm) = host.vms.list().into_iter().find(|vm| of(vm)) else {
-        return Ok(());
-    };
-    let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
-    let message = format!("spec.pod: VM \"{name}\" has the pod {uid} already: delete that VM first");
-    Err(Failure::precondition("POD_HAS_VM", message))
 }
 
 /// Connections by pod.

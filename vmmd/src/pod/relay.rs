@@ -2,6 +2,10 @@
 //!
 //! One task serves a connection, and sends and reads independently: a launcher that does not read its output can still
 //! stop its VM. Output stays in the log until the launcher takes it.
+//!
+//! A migration that is under way decides which node has the VM: until then the VM neither ends nor stops for its launcher. A launcher
+//! whose VM does not arrive waits again, and one whose VM has moved ends. The note of a deletion says that the VM has moved
+//! ([`Vms::moved_from`](crate::registry::vms::Vms::moved_from)), also after a restart of the daemon.
 
 use std::{future::pending, io, sync::Arc, time::Duration};
 
@@ -11,18 +15,17 @@ use tokio::{
     sync::{mpsc, oneshot, watch},
     time::{sleep, timeout},
 };
-use vmmd_api::v1::{ExitReason, Vm, VmPhase, VmStatus};
+use vmmd_api::v1::{ExitReason, MigrationPhase, MigrationRole, Vm, VmPhase, VmStatus};
 use vmmd_objects::context::Context;
 use vmmd_pod::{
     MAX_INPUT,
-    message::{Ended, Output as Piece, Position, State, daemon_message::Kind, launcher_message},
+    message::{Ended, Output as Piece, Position, State, Stop, daemon_message::Kind, launcher_message},
 };
 use vmmd_wire::Error;
 
 use super::{
     output::Output,
     stream::{Reader, Stream},
-    vm_of,
 };
 use crate::{
     host::Host,
@@ -55,7 +58,7 @@ pub async fn run(
     position: Option<Position>,
 ) -> Result<(), Error> {
     let pod = &connected.pod;
-    let (stop, stopping) = watch::channel(false);
+    let (stop, stopping) = watch::channel(None);
     let sender = Sender {
         host,
         pod,
@@ -87,28 +90,44 @@ pub async fn run(
 
 /// Ends the VM of a launcher that has ended, if the lifeline has not: the launcher may have given its other end away.
 async fn end_vm(host: &Arc<Host>, pod: &Pod) {
-    let Some(entry) = vm_of(host, pod) else { return };
-    let mut state = entry.state.clone();
+    let Some(entry) = host.vms.of_pod(pod.uid.as_str()) else {
+        return;
+    };
+    let mut state = entry.state;
     let gone = state.wait_for(|vm| vm.status.as_ref().is_none_or(|status| status.instance.is_none()));
     if timeout(LIFELINE, gone).await.is_err() {
         tracing::warn!(
             pod = pod.uid.as_str(),
             "the launcher of a VM has ended, and the VM has not: it is killed"
         );
-        stop_vm(&entry, None).await;
+        stop_vm(host, pod, None).await;
     }
 }
 
-/// Stops a VM: within `grace`, or by force.
-async fn stop_vm(entry: &Entry, grace: Option<Duration>) {
-    // The state of the VM shows the result.
-    let (reply, _answer) = oneshot::channel();
-    let life = Life {
-        grace,
-        of_pod: true,
-        ..Life::new(Context::daemon(), Request::Stop, reply)
-    };
-    let _gone = entry.mailbox.send(Command::Life(life)).await;
+/// Stops the VM of a pod: within `grace`, or by force. A migration of the VM ends first.
+async fn stop_vm(host: &Arc<Host>, pod: &Pod, grace: Option<Duration>) {
+    while let Some(entry) = host.vms.of_pod(pod.uid.as_str()) {
+        let mut state = entry.state;
+        state.mark_unchanged();
+        let (reply, answer) = oneshot::channel();
+        let life = Life {
+            grace,
+            of_pod: true,
+            ..Life::new(Context::daemon(), Request::Stop, reply)
+        };
+        if entry.mailbox.send(Command::Life(life)).await.is_err() {
+            // Its actor failed, and is being replaced.
+            sleep(REPLACED).await;
+            continue;
+        }
+        // The state of the VM shows all other results.
+        match answer.await {
+            Ok(Err(failure)) if failure.reason == "MIGRATING" => {
+                let _gone = state.changed().await;
+            }
+            _ => return,
+        }
+    }
 }
 
 /// Carries out the requests of the launcher. Returns when the launcher has closed the connection.
@@ -116,19 +135,15 @@ async fn read(
     host: &Arc<Host>,
     pod: &Pod,
     mut reader: Reader,
-    stop: &watch::Sender<bool>,
+    stop: &watch::Sender<Option<Stop>>,
 ) -> Result<(), Error> {
     let (input, typed) = mpsc::channel(WAITING_INPUT);
+    let stopping = stop.subscribe();
     let reading = async {
         while let Some((message, _)) = reader.next().await? {
             match message.kind {
                 Some(launcher_message::Kind::Stop(request)) => {
-                    stop.send_replace(true);
-                    let grace =
-                        Some(Duration::from_millis(request.grace_ms)).filter(|grace| !grace.is_zero());
-                    if let Some(entry) = vm_of(host, pod) {
-                        stop_vm(&entry, grace).await;
-                    }
+                    stop.send_replace(Some(request));
                 }
                 // Input that the guest does not read is dropped.
                 Some(launcher_message::Kind::Input(bytes)) if bytes.bytes.len() <= MAX_INPUT => {
@@ -142,6 +157,16 @@ async fn read(
     tokio::select! {
         read = reading => read,
         () = type_in(host, pod, typed) => Ok(()),
+        () = stop_on_request(host, pod, stopping) => Ok(()),
+    }
+}
+
+/// Stops the VM when the launcher asks. Never returns while the launcher is connected.
+async fn stop_on_request(host: &Arc<Host>, pod: &Pod, mut stopping: watch::Receiver<Option<Stop>>) {
+    while stopping.changed().await.is_ok() {
+        let request = *stopping.borrow_and_update();
+        let grace = request.map(|stop| Duration::from_millis(stop.grace_ms));
+        stop_vm(host, pod, grace.filter(|grace| !grace.is_zero())).await;
     }
 }
 
@@ -169,7 +194,7 @@ async fn type_in(host: &Arc<Host>, pod: &Pod, mut typed: mpsc::Receiver<Vec<u8>>
 
 /// The serial console of the pod's VM, unless the VM does not run or another client has the console for itself.
 async fn open_console(host: &Arc<Host>, pod: &Pod) -> Option<(OwnedWriteHalf, Permit)> {
-    let entry = vm_of(host, pod)?;
+    let entry = host.vms.of_pod(pod.uid.as_str())?;
     let who = format!("pod {}/{}", pod.names.namespace, pod.names.name);
     let opened = host
         .consoles
@@ -187,8 +212,8 @@ struct Sender<'a> {
     host: &'a Arc<Host>,
     pod: &'a Pod,
     stream: &'a Stream,
-    /// The launcher has asked for a stop.
-    stopping: watch::Receiver<bool>,
+    /// The last request of the launcher for a stop.
+    stopping: watch::Receiver<Option<Stop>>,
     /// The state that was sent last.
     shown: State,
     position: Option<Position>,
@@ -201,19 +226,27 @@ impl Sender<'_> {
         let mut report = self.pod.report.subscribe();
         loop {
             news.mark_unchanged();
-            if let Some(entry) = vm_of(self.host, self.pod) {
+            let uid = self.pod.uid.as_str();
+            if let Some(entry) = self.host.vms.of_pod(uid) {
                 if let Some(ended) = self.follow(&entry).await? {
                     return Ok(ended);
                 }
-                if self.host.vms.find(entry.uid).is_none() {
+                if self.host.vms.find(entry.uid).is_some() {
+                    // Its actor failed, and is being replaced.
+                    sleep(REPLACED).await;
+                    continue;
+                }
+                let arrived = arrival(&entry.state.borrow()).is_none();
+                if arrived && !self.host.vms.moved_from(uid) {
                     return Ok(ended(1, "Deleted", "the VM was deleted"));
                 }
-                // Its actor failed, and is being replaced.
-                sleep(REPLACED).await;
                 continue;
             }
-            if *self.stopping.borrow_and_update() {
-                return Ok(ended(0, "Stopped", "the pod was stopped before it had a VM"));
+            if self.host.vms.moved_from(uid) {
+                return Ok(ended(0, "Migrated", "the VM runs on another node"));
+            }
+            if self.stopping.borrow_and_update().is_some() {
+                return Ok(stopped_without_vm());
             }
             let reported = report.borrow_and_update().clone();
             let (reason, message) = match reported {
@@ -248,10 +281,14 @@ impl Sender<'_> {
                 message: status.message.clone(),
             })
             .await?;
-            output.watch();
+            // A VM that arrives has no output yet.
+            let arrives = arrival(&vm).is_some();
+            if !arrives {
+                output.watch();
+            }
             // The log is whole when the VM has ended.
             let end = self.end_of(&vm, &status);
-            while let Some((bytes, position)) = output.next().await? {
+            while !arrives && let Some((bytes, position)) = output.next().await? {
                 self.position = Some(position);
                 let piece = Piece {
                     bytes,
@@ -285,13 +322,22 @@ impl Sender<'_> {
 
     /// The end of a VM that is not started again.
     fn end_of(&self, vm: &Vm, status: &VmStatus) -> Option<Ended> {
+        if let Some(phase) = arrival(vm) {
+            // When everything has arrived, the other node decides in a moment.
+            let is_early = phase == MigrationPhase::Transfer && self.stopping.borrow().is_some();
+            return is_early.then(stopped_without_vm);
+        }
+        let migration = status.migration.as_ref();
+        if migration.is_some_and(|migration| migration.role() == MigrationRole::Source) {
+            return None;
+        }
         if !matches!(status.phase(), VmPhase::Stopped | VmPhase::Failed) {
             return None;
         }
         let restart = status.restart.as_ref();
         let is_planned = restart.is_some_and(|restart| restart.next_start_time.is_some());
         let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
-        let stopping = *self.stopping.borrow();
+        let stopping = self.stopping.borrow().is_some();
         // The agent has created the VM and starts it next.
         if is_planned || self.host.ledger.keeps(name) || (status.reason == "Created" && !stopping) {
             return None;
@@ -304,6 +350,18 @@ impl Sender<'_> {
         };
         Some(ended(u32::from(!is_good), &status.reason, &status.message))
     }
+}
+
+/// How far the migration of a VM is that comes from another node, until the VM is this node's.
+fn arrival(vm: &Vm) -> Option<MigrationPhase> {
+    let migration = vm.status.as_ref()?.migration.as_ref()?;
+    let phase = migration.phase();
+    let arrives = matches!(phase, MigrationPhase::Transfer | MigrationPhase::Prepared);
+    (migration.role() == MigrationRole::Target && arrives).then_some(phase)
+}
+
+fn stopped_without_vm() -> Ended {
+    ended(0, "Stopped", "the pod was stopped before it had a VM")
 }
 
 fn ended(code: u32, reason: &str, message: &str) -> Ended {

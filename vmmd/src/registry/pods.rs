@@ -27,6 +27,8 @@ const MAX_FILES_BYTES: usize = 128 << 20;
 
 /// Reason of a refused start without a launcher.
 pub const NOT_CONNECTED: &str = "POD_NOT_CONNECTED";
+/// Reason of a refusal of a pod that has another VM.
+pub const HAS_VM: &str = "POD_HAS_VM";
 /// Reason of a refused start without the volume.
 pub const NO_VOLUME: &str = "POD_VOLUME_NOT_FOUND";
 

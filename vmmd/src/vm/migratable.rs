@@ -23,23 +23,20 @@ pub fn refuse_what_stays(spec: &VmSpec) -> Result<(), Failure> {
         let message = format!("the guest can write to disk \"{}\", {why}", disk.name);
         Err(Failure::precondition("MIGRATION_DISKS", message))
     };
-    if spec.pod.is_some() {
-        let message =
-            "spec.pod: the VM ends with its pod, which stays on this node: VMs of pods can't be migrated";
-        return Err(Failure::precondition("MIGRATION_POD", message));
-    }
     for disk in spec.disks.iter().filter(|disk| !disk.read_only) {
         match &disk.source {
             Source::Path {
                 format: Format::Raw, ..
             }
-            | Source::Pod { .. }
+            | Source::Pod {
+                format: Format::Raw, ..
+            }
             | Source::Seed
             | Source::Empty
             | Source::Disk { .. } => {}
-            Source::Path { .. } => {
-                let why = "and a qcow2 image by path can't go to another node while it is written to: raw disks on storage that both nodes share can, \
-                           and disks that vmmd keeps";
+            Source::Path { .. } | Source::Pod { .. } => {
+                let why = "and a qcow2 image by path or on a volume can't go to another node while it is written to: raw disks on storage that both \
+                           nodes share can, and disks that vmmd keeps";
                 return refuse(disk, why);
             }
         }

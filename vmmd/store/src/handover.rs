@@ -86,6 +86,12 @@ pub fn of(record: Option<&HandoverRecord>) -> Handover {
     }
 }
 
+/// Whether the other node has confirmed that the VM is its own.
+pub fn has_moved(record: Option<&HandoverRecord>) -> bool {
+    let peer = record.map_or("", |record| &record.peer);
+    matches!(of(record), Handover::Source(Source::Gone(_))) && !peer.is_empty()
+}
+
 /// The record of the next state of the migration that `known` describes. All disks of a VM that stays here are its own: their UUIDs are
 /// returned too.
 pub fn next(next: Handover, known: HandoverRecord) -> (HandoverRecord, Vec<Vec<u8>>) {

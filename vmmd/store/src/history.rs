@@ -69,6 +69,9 @@ pub struct Tombstone {
     /// Of a VM: it runs on another node.
     #[prost(bool, tag = "5")]
     pub moved: bool,
+    /// Uid of the pod that had a VM which has moved; empty without one.
+    #[prost(string, tag = "6")]
+    pub pod: String,
 }
 
 impl Tombstone {

@@ -212,6 +212,9 @@ pub struct NicHardware {
     /// 6 bytes.
     #[prost(bytes = "vec", tag = "2")]
     pub mac: Vec<u8>,
+    /// IPv4 address, as a number, that a guest from another node has in the network of its pod; 0: the start chooses one.
+    #[prost(uint32, tag = "3")]
+    pub pod_address: u32,
 }
 
 /// A file behind a path: what stays the same of it over reboots.

@@ -135,6 +135,7 @@ async fn a_record_keeps_every_field() {
     let nic = NicHardware {
         slot: 3,
         mac: vec![2, 0, 0, 0, 0, 1],
+        pod_address: 0x0a00_0202,
     };
     let full = VmRecord {
         labels: [("a".to_owned(), "b".to_owned())].into(),
@@ -225,6 +226,7 @@ async fn disks_are_kept_beside_vms_also_with_the_same_key() {
             metadata: Some(metadata.into()),
             owned: 0,
             moved: false,
+            pod: String::new(),
         };
         store
             .remove::<DiskRecord>(&[2; 16], Some(tombstone), None)
@@ -253,6 +255,7 @@ fn tombstone(revision: u64) -> Tombstone {
         metadata: Some(metadata.into()),
         owned: 0,
         moved: false,
+        pod: String::new(),
     }
 }
 

@@ -263,10 +263,10 @@ async fn direct_io_follows_the_cache_mode_of_the_disk() {
 
 /// A loop device over a file; `None` on a machine that cannot provide one, which fails the test in
 /// continuous integration.
-struct Loop(String);
+pub struct Loop(pub String);
 
 impl Loop {
-    fn over(file: &std::path::Path) -> Option<Self> {
+    pub fn over(file: &std::path::Path) -> Option<Self> {
         let output = std::process::Command::new("losetup")
             .args(["--find", "--show"])
             .arg(file)

@@ -45,6 +45,7 @@ mod operations;
 mod panic;
 mod pki;
 mod placement;
+mod pod_migration;
 mod pod_network;
 mod pods;
 mod policies;

@@ -131,6 +131,7 @@ impl Cluster {
             interface: None,
             tap: self.tap(),
             mac: MAC.parse().unwrap(),
+            address: None,
             queues: 1,
             mtu: None,
         }
@@ -389,6 +390,25 @@ async fn connections_of_guest_and_pod_are_translated() {
     ] {
         assert_eq!(connect(from, to).unwrap(), expected, "{to}");
     }
+}
+
+#[tokio::test]
+async fn guest_from_another_pod_keeps_its_private_address() {
+    let cluster = Cluster::new();
+    let end = |address: &str| End {
+        address: Some(address.parse().unwrap()),
+        ..cluster.end()
+    };
+    let open = async |address| pod::open(cluster.node.clone(), cluster.network(), end(address)).await;
+    let guest = Wired::new(open("10.254.254.2").await.unwrap());
+    let offered = guest.guest.dhcp(MAC).map(|(address, _)| address.to_string());
+    assert_eq!(offered.as_deref(), Some("10.254.254.2"));
+    let mac = MAC.parse().unwrap();
+    let known = pod::guest_address(cluster.run_dir.path(), cluster.vm, mac);
+    assert_eq!(known, offered.unwrap().parse().ok());
+    drop(guest);
+    cluster.pod.ip("route add 10.0.2.0/24 via 10.244.0.1");
+    assert_eq!(open("10.0.2.2").await.unwrap_err().reason, "MIGRATION_NETWORK");
 }
 
 #[tokio::test]

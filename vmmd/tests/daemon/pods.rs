@@ -30,21 +30,24 @@ use vmmd_wire::Receiver;
 
 use crate::{
     harness::{Daemon, PATIENCE, connect, end, refusal, vm_pid},
+    namespace::Namespace,
     verbs::within,
 };
 
 /// A pod of the kubelet: its cgroup, its folder, and its launcher if that was started.
-struct Pod {
-    uid: String,
-    group: PathBuf,
-    folder: PathBuf,
+pub struct Pod {
+    pub uid: String,
+    pub group: PathBuf,
+    pub folder: PathBuf,
     socket: PathBuf,
+    /// Its network; that of the node when there is none.
+    pub namespace: Option<Namespace>,
     launcher: Option<Child>,
 }
 
 impl Pod {
     /// With a directory volume `data` that has an image.
-    fn new(daemon: &Daemon) -> Self {
+    pub fn new(daemon: &Daemon) -> Self {
         let uid = Uuid::new_v4().to_string();
         let group = daemon.cgroup_mount().join(format!("pod{uid}"));
         let folder = daemon.path(&format!("pod-{uid}"));
@@ -59,6 +62,7 @@ impl Pod {
             group,
             folder,
             socket: daemon.path("run/pod/vmmd.sock"),
+            namespace: None,
             launcher: None,
         }
     }
@@ -68,7 +72,11 @@ impl Pod {
         let mut command = Command::new("sh");
         command
             .args(["-c", "echo $$ >\"$0/cgroup.procs\" && exec \"$@\""])
-            .arg(group)
+            .arg(group);
+        if let Some(namespace) = &self.namespace {
+            command.args(["nsenter", &format!("--net=/run/netns/{}", namespace.0)]);
+        }
+        command
             .arg(vmmd_testing::program("vmmd-pod"))
             .env("VMMD_POD_NAMESPACE", "default")
             .env("VMMD_POD_NAME", "web-1")
@@ -82,41 +90,41 @@ impl Pod {
         command
     }
 
-    fn launch(&mut self) {
+    pub fn launch(&mut self) {
         let file = |name| File::options().append(true).open(self.folder.join(name)).unwrap();
         let mut command = self.command(&self.group);
         command.stdout(file("stdout")).stderr(file("stderr"));
         self.launcher = Some(command.spawn().unwrap());
     }
 
-    fn read(&self, name: &str) -> String {
+    pub fn read(&self, name: &str) -> String {
         fs::read_to_string(self.folder.join(name)).unwrap()
     }
 
-    async fn says(&self, text: &str) {
+    pub async fn says(&self, text: &str) {
         within(async || self.read("stderr").contains(text).then_some(())).await;
     }
 
-    async fn prints(&self, text: &str) {
+    pub async fn prints(&self, text: &str) {
         within(async || self.read("stdout").contains(text).then_some(())).await;
     }
 
-    fn type_in(&mut self, line: &str) {
+    pub fn type_in(&mut self, line: &str) {
         let stdin = self.launcher.as_mut().unwrap().stdin.as_mut().unwrap();
         stdin.write_all(line.as_bytes()).unwrap();
     }
 
-    fn signal(&self, signal: Signal) {
+    pub fn signal(&self, signal: Signal) {
         let pid = Pid::from_child(self.launcher.as_ref().unwrap());
         kill_process(pid, signal).unwrap();
     }
 
-    async fn ended(&mut self) -> ExitStatus {
+    pub async fn ended(&mut self) -> ExitStatus {
         let launcher = self.launcher.as_mut().unwrap();
         within(async || launcher.try_wait().unwrap()).await
     }
 
-    fn is_ready(&self) -> bool {
+    pub fn is_ready(&self) -> bool {
         let mut command = self.command(&self.group);
         command
             .arg("ready")
@@ -127,8 +135,12 @@ impl Pod {
     }
 
     /// A VM of the pod with the disk of its volume.
-    fn vm(&self, daemon: &Daemon, change: impl FnOnce(&mut v1::VmSpec)) -> v1::Vm {
-        daemon.manifest_with("web", "", |spec| {
+    pub fn vm(&self, daemon: &Daemon, change: impl FnOnce(&mut v1::VmSpec)) -> v1::Vm {
+        self.vm_with(daemon, "", change)
+    }
+
+    pub fn vm_with(&self, daemon: &Daemon, options: &str, change: impl FnOnce(&mut v1::VmSpec)) -> v1::Vm {
+        daemon.manifest_with("web", options, |spec| {
             spec.pod = Some(v1::PodSpec {
                 uid: self.uid.clone(),
             });
@@ -170,11 +182,11 @@ impl Drop for Pod {
     }
 }
 
-async fn pods(daemon: &Daemon) -> PodServiceClient<Channel> {
+pub async fn pods(daemon: &Daemon) -> PodServiceClient<Channel> {
     PodServiceClient::new(connect(daemon.folder.path()).await)
 }
 
-fn cgroup_of(pid: Pid) -> String {
+pub fn cgroup_of(pid: Pid) -> String {
     fs::read_to_string(format!("/proc/{}/cgroup", pid.as_raw_nonzero())).unwrap()
 }
 

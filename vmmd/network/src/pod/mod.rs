@@ -20,7 +20,7 @@ use std::{
     collections::HashMap,
     fs::{self, File},
     io,
-    net::IpAddr,
+    net::{IpAddr, Ipv4Addr},
     os::fd::{AsFd as _, OwnedFd},
     path::{Path, PathBuf},
     sync::Arc,
@@ -81,6 +81,8 @@ pub struct End {
     pub tap: String,
     /// MAC address of the NIC.
     pub mac: Mac,
+    /// IPv4 address that the guest has already; chosen when there is none.
+    pub address: Option<Ipv4Addr>,
     /// Pairs of queues.
     pub queues: u16,
     /// MTU of the guest in bytes; that of the pod's interface when there is none.
@@ -156,7 +158,8 @@ impl Node {
 
 /// Makes the network of a VM in its pod, and replaces the remains of an earlier run.
 ///
-/// Fails as `POD_INTERFACE_NOT_FOUND`, `POD_HAS_NO_ADDRESS`, `POD_HAS_NODE_NETWORK`, `TAP_IN_USE` and `POD_NETWORK_FORBIDDEN`.
+/// Fails as `POD_INTERFACE_NOT_FOUND`, `POD_HAS_NO_ADDRESS`, `POD_HAS_NODE_NETWORK`, `TAP_IN_USE`, `MIGRATION_NETWORK` and
+/// `POD_NETWORK_FORBIDDEN`.
 pub async fn open(node: Node, network: PodNetwork, end: End) -> Result<Tap, Failure> {
     let opening = async move |node: &Node, resolver: &Resolver| open_here(node, resolver, &end).await;
     node.work(network, opening).await
@@ -186,7 +189,13 @@ async fn open_here(node: &Node, resolver: &Resolver, end: &End) -> Result<(Tap, 
         .await
         .map_err(|error| failed("read routes", &error))?;
     taken.extend(routes.into_iter().map(|(range, _)| range));
-    let addresses = Addresses::new(end.mac, &taken);
+    let addresses = Addresses::new(end.mac, end.address, &taken).ok_or_else(|| {
+        let message = format!(
+            "NIC \"{}\": the guest has an address of a network to which the pod has an address or a route: migrate the VM to another node",
+            end.nic
+        );
+        Failure::precondition("MIGRATION_NETWORK", message)
+    })?;
     let queues = open_queues(&end.tap, end.queues)?.map_err(|error| match Errno::from_io_error(&error) {
         Some(Errno::BUSY) => crate::in_use(&end.nic, &end.tap),
         _ => failed("make a tap device", &error),
@@ -340,6 +349,12 @@ pub async fn serve(node: Node, network: PodNetwork, vm: Uuid, tap: String) -> Re
         Ok(((), started))
     };
     node.work(network, serving).await
+}
+
+/// The private IPv4 address of the guest of a running VM in its pod, if it has one.
+pub fn guest_address(run_dir: &Path, vm: Uuid, mac: Mac) -> Option<Ipv4Addr> {
+    let table = table_in(&folder(run_dir, vm)).ok()?;
+    table.hosts.get(&mac.to_string())?.address
 }
 
 fn table_in(folder: &Path) -> Result<Table, Failure> {

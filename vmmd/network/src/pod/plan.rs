@@ -33,20 +33,25 @@ pub struct Addresses {
 }
 
 impl Addresses {
-    /// Those of a guest with this MAC address in a pod that has these address ranges: addresses and routes.
-    pub fn new(mac: Mac, taken: &[(IpAddr, u8)]) -> Self {
+    /// Those of a guest with this MAC address in a pod that has these address ranges: addresses and routes. `None` when the address that
+    /// the guest `has` is not possible there.
+    pub fn new(mac: Mac, has: Option<Ipv4Addr>, taken: &[(IpAddr, u8)]) -> Option<Self> {
+        let is_free = |network| !taken.iter().any(|range| overlaps(network, *range));
+        let guest4 = |network: Ipv4Addr| Ipv4Addr::from(network.to_bits() | 2);
         let [first, second] = NETWORKS;
-        let network = if taken.iter().any(|range| overlaps(first, *range)) {
-            second
-        } else {
-            first
+        let network = match has {
+            Some(has) => NETWORKS
+                .into_iter()
+                .find(|network| guest4(*network) == has && is_free(*network))?,
+            None if is_free(first) => first,
+            None => second,
         };
-        Self {
-            guest4: (network.to_bits() | 2).into(),
+        Some(Self {
+            guest4: guest4(network),
             gateway4: (network.to_bits() | 1).into(),
             guest6: NETWORK6.of(mac),
             gateway6: NETWORK6.gateway(),
-        }
+        })
     }
 }
 
@@ -139,14 +144,28 @@ mod tests {
             ("fd00::", 8, [10, 0, 2, 2]),
         ];
         for (address, bits, expected) in cases {
-            let addresses = Addresses::new(mac(), &[(address.parse().unwrap(), bits)]);
+            let taken = [(address.parse().unwrap(), bits)];
+            let addresses = Addresses::new(mac(), None, &taken).unwrap();
             assert_eq!(addresses.guest4, Ipv4Addr::from(expected), "{address}/{bits}");
         }
     }
 
     #[test]
+    fn guest_from_another_pod_keeps_its_address_or_is_refused() {
+        let new =
+            |has: &str, taken: &[(IpAddr, u8)]| Addresses::new(mac(), Some(has.parse().unwrap()), taken);
+        assert_eq!(
+            new("10.254.254.2", &[]).unwrap().gateway4,
+            Ipv4Addr::new(10, 254, 254, 1)
+        );
+        assert_eq!(new("10.0.2.2", &[]).unwrap().gateway4, Ipv4Addr::new(10, 0, 2, 1));
+        assert_eq!(new("10.0.2.2", &[("10.0.0.0".parse().unwrap(), 16)]), None);
+        assert_eq!(new("192.0.2.2", &[]), None);
+    }
+
+    #[test]
     fn guest_makes_its_ipv6_address_from_its_mac() {
-        let addresses = Addresses::new(mac(), &[]);
+        let addresses = Addresses::new(mac(), None, &[]).unwrap();
         assert_eq!(addresses.guest6.to_string(), "fd10:0:2:0:5054:ff:fe12:3456");
         assert_eq!(addresses.gateway6.to_string(), "fd10:0:2::1");
     }

@@ -11,17 +11,19 @@ use std::{
 use tokio::sync::{Notify, watch};
 use uuid::Uuid;
 use vmmd_api::v1::{self, ObjectMetadata};
+use vmmd_host::failure::Failure;
 use vmmd_objects::registry::{Kind, Objects, Record, Registry};
-use vmmd_store::{DeletionRecords, Tombstone};
+use vmmd_spec::pod::PodUid;
+use vmmd_store::{DeletionRecords, HandoverRecord, Tombstone, handover};
 
-use crate::registry::vms::command::Mailbox;
+use crate::registry::{pods::HAS_VM, vms::command::Mailbox};
 
 /// The VMs.
 #[derive(Debug, Default)]
 pub struct Vms {
     /// All VMs.
     pub registry: Registry<VmKind>,
-    /// Some name is not reserved any more.
+    /// Some name or pod is not reserved any more.
     released: Notify,
     /// Some NIC is gone, or a VM that had some.
     nics_gone: Notify,
@@ -38,8 +40,21 @@ pub struct Published {
     name: String,
     /// Run and revision of its creation.
     made: (u64, u64),
+    /// Uid of the pod that has it.
+    pod: Option<String>,
     /// Its state.
     pub vm: Arc<v1::Vm>,
+}
+
+/// Names and pods of VMs.
+#[derive(Debug, Default)]
+pub struct Claims {
+    /// Names of VMs that are being made.
+    names: BTreeSet<String>,
+    /// Pods of VMs that are being made.
+    pods: BTreeSet<String>,
+    /// Names of VMs, by the uids of their pods.
+    by_pod: BTreeMap<String, String>,
 }
 
 /// The way to a VM.
@@ -62,11 +77,12 @@ pub struct Entry {
     pub state: watch::Receiver<Arc<v1::Vm>>,
 }
 
-/// Reservation of a name until it is dropped.
+/// Reservation of a name and a pod until it is dropped.
 #[derive(Debug)]
 pub struct Reservation<'a> {
     vms: &'a Vms,
     name: String,
+    pod: Option<String>,
 }
 
 impl Kind for VmKind {
@@ -76,11 +92,22 @@ impl Kind for VmKind {
     const NOT_FOUND: &'static str = "VM_NOT_FOUND";
     type Record = Published;
     type State = Reach;
-    /// Names of VMs that are being made.
-    type Index = BTreeSet<String>;
+    type Index = Claims;
     type View = ();
 
     fn view(_: &Objects<Self>, _: &Published, _: &Reach) {}
+
+    fn enter(claims: &mut Claims, record: &Published) {
+        if let Some(pod) = &record.pod {
+            claims.by_pod.insert(pod.clone(), record.name.clone());
+        }
+    }
+
+    fn leave(claims: &mut Claims, record: &Published) {
+        if let Some(pod) = &record.pod {
+            claims.by_pod.remove(pod);
+        }
+    }
 }
 
 impl Record for Published {
@@ -132,6 +159,22 @@ impl Vms {
         vms.state(vms.name_of(uid.as_bytes())?)?.entry.clone()
     }
 
+    /// The VM of the pod with this uid.
+    pub fn of_pod(&self, uid: &str) -> Option<Entry> {
+        let vms = self.registry.lock();
+        vms.state(vms.index.by_pod.get(uid)?)?.entry.clone()
+    }
+
+    /// Refused as POD_HAS_VM when a VM has the pod with this uid.
+    pub fn check_pod(&self, uid: &str) -> Result<(), Failure> {
+        check_pod(&self.registry.lock(), uid)
+    }
+
+    /// Whether the VM of the pod with this uid has moved to another node, as far as that is remembered.
+    pub fn moved_from(&self, uid: &str) -> bool {
+        self.registry.lock().feed().moved_from(uid)
+    }
+
     /// The states of all VMs, by name.
     pub fn list(&self) -> Vec<Arc<v1::Vm>> {
         let vms = self.registry.lock();
@@ -144,22 +187,36 @@ impl Vms {
         (position.run, position.revision)
     }
 
-    /// Reserves the name of a new VM; `None` if the name is taken. Waits for another creation of
-    /// this name, because its result decides.
-    pub async fn reserve(&self, name: &str) -> Option<Reservation<'_>> {
+    /// Reserves the name and the pod of a new VM. Waits for another creation with this name or pod, because its result decides.
+    ///
+    /// Refused as VM_EXISTS, POD_HAS_VM, and POD_MIGRATED for a pod whose VM has moved to another node.
+    pub async fn reserve(&self, name: &str, pod: Option<&PodUid>) -> Result<Reservation<'_>, Failure> {
+        let pod = pod.map(PodUid::as_str);
         loop {
             let mut released = pin!(self.released.notified());
             // Releases from here on wake this task.
             released.as_mut().enable();
             {
                 let mut vms = self.registry.lock();
-                if vms.get(name).is_some() {
-                    return None;
+                vms.check_free(name)?;
+                if let Some(uid) = pod {
+                    check_pod(&vms, uid)?;
+                    if vms.feed().moved_from(uid) {
+                        let message = format!(
+                            "spec.pod: the VM of the pod {uid} has moved to another node: make another pod"
+                        );
+                        return Err(Failure::precondition("POD_MIGRATED", message));
+                    }
                 }
-                if vms.index.insert(name.to_owned()) {
-                    return Some(Reservation {
+                let claims = &mut vms.index;
+                if !claims.names.contains(name) && pod.is_none_or(|uid| !claims.pods.contains(uid)) {
+                    let pod = pod.map(str::to_owned);
+                    claims.names.insert(name.to_owned());
+                    claims.pods.extend(pod.clone());
+                    return Ok(Reservation {
                         vms: self,
                         name: name.to_owned(),
+                        pod,
                     });
                 }
             }
@@ -171,11 +228,14 @@ impl Vms {
     /// creation.
     pub fn insert(&self, name: &str, entry: Entry, made: (u64, u64)) {
         let mut vms = self.registry.lock();
+        let vm = Arc::clone(&entry.state.borrow());
+        let pod = vm.spec.as_ref().and_then(|spec| spec.pod.as_ref());
         let mut record = Published {
             uid: entry.uid,
             name: name.to_owned(),
             made,
-            vm: Arc::clone(&entry.state.borrow()),
+            pod: pod.map(|pod| pod.uid.clone()),
+            vm,
         };
         match vms.get(name) {
             Some(before) => record.made = before.made,
@@ -200,7 +260,7 @@ impl Vms {
     /// Removes a VM whose record is gone already.
     pub fn drop_out(&self, name: &str) {
         let metadata = self.registry.lock().get(name).map(Record::metadata);
-        let tombstone = self.begin_delete(metadata.unwrap_or_default(), 0);
+        let tombstone = self.begin_delete(metadata.unwrap_or_default(), None);
         self.remove(name, tombstone);
     }
 
@@ -220,12 +280,17 @@ impl Vms {
         self.nics_gone.notified().await;
     }
 
-    /// Begins a deletion. Returns the record for the store. `owned` is the last migration up to
-    /// which the VM belonged to this node. [`Self::remove`] follows, or [`Self::keep`].
-    pub fn begin_delete(&self, metadata: ObjectMetadata, owned: u64) -> Tombstone {
+    /// Begins a deletion. Returns the record for the store. `handover` is that of the VM's record. [`Self::remove`] follows, or
+    /// [`Self::keep`].
+    pub fn begin_delete(&self, metadata: ObjectMetadata, handover: Option<&HandoverRecord>) -> Tombstone {
+        let mut vms = self.registry.lock();
+        let moved = handover::has_moved(handover);
+        let pod = vms.get(&metadata.name).and_then(|record| record.pod.clone());
         Tombstone {
-            owned,
-            ..self.registry.lock().bury(metadata)
+            owned: handover::of(handover).owned(),
+            moved,
+            pod: pod.filter(|_| moved).unwrap_or_default(),
+            ..vms.bury(metadata)
         }
     }
 
@@ -272,9 +337,23 @@ fn nics(vm: &v1::Vm) -> BTreeSet<(&str, &str)> {
         .collect()
 }
 
+fn check_pod(vms: &Objects<VmKind>, uid: &str) -> Result<(), Failure> {
+    let Some(name) = vms.index.by_pod.get(uid) else {
+        return Ok(());
+    };
+    let message = format!("spec.pod: VM \"{name}\" has the pod {uid} already: delete that VM first");
+    Err(Failure::precondition(HAS_VM, message))
+}
+
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
-        self.vms.registry.lock().index.remove(&self.name);
+        {
+            let claims = &mut self.vms.registry.lock().index;
+            claims.names.remove(&self.name);
+            if let Some(pod) = &self.pod {
+                claims.pods.remove(pod);
+            }
+        }
         self.vms.released.notify_waiters();
     }
 }

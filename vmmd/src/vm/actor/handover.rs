@@ -436,8 +436,7 @@ impl Actor {
 
     /// Whether the other node has confirmed that the VM is its own.
     pub(super) fn has_moved(&self) -> bool {
-        let peer = self.record.handover.as_ref().map_or("", |record| &record.peer);
-        matches!(self.handover(), Handover::Source(Source::Gone(_))) && !peer.is_empty()
+        handover::has_moved(self.record.handover.as_ref())
     }
 
     /// Its removal has begun, and may have failed.
@@ -644,6 +643,12 @@ pub(super) fn guest_reset() -> Failure {
 pub(super) fn guest_panicked() -> Failure {
     let message = "the guest's kernel has panicked, and the action of `spec.onPanic` follows on this node";
     Failure::new(Kind::Aborted, "GUEST_PANICKED", message)
+}
+
+/// Failure of a migration whose VM's pod is being stopped.
+pub(super) fn pod_stops() -> Failure {
+    let message = "the pod of the VM is being stopped, and the VM stops with the pod";
+    Failure::new(Kind::Aborted, "POD_STOPPED", message)
 }
 
 /// Why an operator's decision is refused.

@@ -427,7 +427,12 @@ impl Actor {
                 }
                 respond(life.reply, Ok(self.state()));
             }
-            Verdict::Refuse(refusal) => respond(life.reply, Err(self.refused(refusal))),
+            Verdict::Refuse(refusal) => {
+                if life.of_pod {
+                    self.give_up_migration(handover::pod_stops());
+                }
+                respond(life.reply, Err(self.refused(refusal)));
+            }
             Verdict::Join => self.join(life).await,
             Verdict::Begin => return self.begin(situation, life).await,
         }

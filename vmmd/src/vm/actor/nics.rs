@@ -5,6 +5,7 @@ use std::sync::Arc;
 use uuid::Uuid;
 use vmm_protocol::vmm::{AttachNic, request::Op};
 use vmmd_host::failure::{Failure, Kind};
+use vmmd_network::NicEnd;
 use vmmd_spec::vm::{Attachment, VmSpec};
 use vmmd_store::VmRecord;
 
@@ -25,13 +26,12 @@ pub async fn attach(
     let Some((index, nic)) = nics.find(|(_, nic)| nic.name.as_str() == name) else {
         return Err(not_found(name));
     };
-    let Some(mac) = machine::mac(&hardware, name) else {
+    let Some(end) = machine::nic_end(uid, &hardware, name) else {
         let message = format!("the VM has no PCI slot free for NIC \"{name}\": detach a disk or a NIC first");
         return Err(Failure::new(Kind::Exhausted, "NO_FREE_SLOT", message));
     };
     plugged::make_room(&host, uid, &record, &spec).await;
-    let tap = machine::taps(uid, &hardware).remove(name).unwrap_or_default();
-    let end = (mac, tap, true);
+    let end = NicEnd { plugged: true, ..end };
     let tap = vmmd_network::open_tap(host.for_networks(), uid, &record.name, index, nic, end).await?;
     let (wire, fds) = machine::plug_nic(&hardware, nic, tap);
     let op = Op::AttachNic(AttachNic { nic: Some(wire) });

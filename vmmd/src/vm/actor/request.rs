@@ -54,8 +54,10 @@ impl Actor {
             answered.push(request::done(mark, &response));
         }
         let metadata = vm.metadata.clone().unwrap_or_default();
-        let mut tombstone = self.host.vms.begin_delete(metadata, self.handover().owned());
-        tombstone.moved = self.has_moved();
+        let tombstone = self
+            .host
+            .vms
+            .begin_delete(metadata, self.record.handover.as_ref());
         let written = tombstone.clone();
         let buried = self
             .host

@@ -8,7 +8,7 @@ use vm_lifecycle::policy::{Decision, Occasion, decide, refuses};
 use vmmd_api::v1;
 use vmmd_host::{
     capacity::placement::{self, Problem},
-    failure::{Failure, Kind},
+    failure::Failure,
     text,
 };
 use vmmd_objects::{
@@ -30,7 +30,6 @@ use crate::{
     files,
     host::Host,
     node::check::{self, Question},
-    pod,
     registry::vms::{
         Entry,
         command::{Command, Life, Request},
@@ -132,14 +131,8 @@ async fn create_with(
         _ => None,
     };
     let held = admit(&host, &manifest, question).await?;
-    if let Some(pod) = &manifest.spec.pod {
-        pod::check_free(&host, pod.as_str())?;
-    }
     let name = manifest.metadata.name.to_string();
-    let Some(_reservation) = host.vms.reserve(&name).await else {
-        let message = format!("there is a VM \"{name}\" already");
-        return Err(Failure::new(Kind::Exists, "VM_EXISTS", message));
-    };
+    let _reservation = host.vms.reserve(&name, manifest.spec.pod.as_ref()).await?;
     host.disks.take(&name, &manifest.spec.disks, |index| {
         format!("spec.disks[{index}].disk")
     })?;

@@ -237,7 +237,13 @@ impl View {
     /// `Migratable`: whether a migration would be accepted.
     fn migratable(&mut self, host: &Host, record: &VmRecord, spec: &VmSpec) -> v1::Condition {
         let (status, reason, message) = match migratable(host, record, spec) {
-            Ok(()) => (ConditionStatus::True, "Migratable".to_owned(), String::new()),
+            Ok(()) => {
+                let message = match &spec.pod {
+                    Some(_) => "to a pod on another node that has no VM: `target_pod` of MigrateVm",
+                    None => "",
+                };
+                (ConditionStatus::True, "Migratable".to_owned(), message.to_owned())
+            }
             Err(failure) => (
                 ConditionStatus::False,
                 camel_case(failure.reason),

@@ -8,6 +8,7 @@ pub mod zone;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::Ipv4Addr,
     ops::Range,
     os::fd::OwnedFd,
 };
@@ -19,7 +20,7 @@ use vmm_protocol::{
     vmm::{self, MachineSpec},
 };
 use vmmd_host::failure::Failure;
-use vmmd_network::{self, Tap};
+use vmmd_network::{self, NicEnd, Tap};
 use vmmd_spec::{
     cpu::{Model, Processor},
     disk::{Bus, Disk, Source},
@@ -151,7 +152,12 @@ pub fn reallocate(
         let slot = free_nic_slot(&[&new, running]).or_else(|| free_nic_slot(&[&new]));
         if let Some(slot) = slot {
             let mac = nic.mac.unwrap_or_else(&mut random).octets().to_vec();
-            new.nics.insert(name, NicHardware { slot, mac });
+            let nic = NicHardware {
+                slot,
+                mac,
+                ..NicHardware::default()
+            };
+            new.nics.insert(name, nic);
         }
     }
     for share in &spec.shares {
@@ -223,6 +229,17 @@ fn taken(hardware: &[&Hardware]) -> BTreeSet<u32> {
 pub fn mac(hardware: &Hardware, nic: &str) -> Option<Mac> {
     let octets = hardware.nics.get(nic)?.mac.as_slice();
     Mac::try_from(<[u8; 6]>::try_from(octets).ok()?).ok()
+}
+
+/// The end of a NIC on the node, for [`vmmd_network::open_tap`]; `None` for a NIC without a place in the machine.
+pub fn nic_end(uid: Uuid, hardware: &Hardware, nic: &str) -> Option<NicEnd> {
+    let placed = hardware.nics.get(nic)?;
+    Some(NicEnd {
+        mac: mac(hardware, nic)?,
+        tap: vmmd_network::tap_name(uid, placed.slot),
+        plugged: false,
+        pod_address: Some(placed.pod_address.into()).filter(|address: &Ipv4Addr| !address.is_unspecified()),
+    })
 }
 
 /// Puts it together, with the descriptors in the order in which the message names them.

@@ -16,7 +16,7 @@ use vmmd_objects::{
 };
 use vmmd_spec::vm::VmSpec;
 use vmmd_store::store_failure;
-use vmmd_store::{Intent, VmRecord, handover};
+use vmmd_store::{Intent, VmRecord};
 
 use super::{reconcile::restore, supervisor};
 use crate::{
@@ -365,11 +365,11 @@ impl Unusable {
         let operation = operations.begin(Type::VmDelete, &object, context, None);
         let pending = Some(operation.pending());
         let vm = Arc::clone(&self.publisher.borrow());
-        let owned = handover::of(self.record.handover.as_ref()).owned();
+        let handover = self.record.handover.as_ref();
         let tombstone = self
             .host
             .vms
-            .begin_delete(vm.metadata.clone().unwrap_or_default(), owned);
+            .begin_delete(vm.metadata.clone().unwrap_or_default(), handover);
         let written = tombstone.clone();
         if let Err(error) = self
             .host

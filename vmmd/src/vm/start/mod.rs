@@ -33,7 +33,6 @@ use uuid::Uuid;
 use vmm_protocol::vmm::{self, Boot, HelloReply, request::Op};
 use vmmd_spec::{
     disk::Format,
-    nic::Mac,
     vm::{self, VmSpec},
 };
 
@@ -323,14 +322,11 @@ async fn run(
         .map(|(disk, opened)| (disk.name.to_string(), opened.ids.clone()))
         .collect();
     claim.set_disks(ids.values().flatten().copied().collect());
-    let named = machine::taps(uid, &hardware);
     let mut taps = Vec::new();
     for (index, nic) in spec.nics.iter().enumerate() {
-        let mac = machine::mac(&hardware, nic.name.as_str()).unwrap_or_else(|| Mac::local([0; 6]));
-        let tap = named.get(nic.name.as_str()).cloned().unwrap_or_default();
-        taps.push(
-            vmmd_network::open_tap(host.for_networks(), uid, &name, index, nic, (mac, tap, false)).await?,
-        );
+        let end = machine::nic_end(uid, &hardware, nic.name.as_str());
+        let end = end.ok_or_else(|| Failure::internal(format!("no slot of NIC \"{}\"", nic.name)))?;
+        taps.push(vmmd_network::open_tap(host.for_networks(), uid, &name, index, nic, end).await?);
     }
     let runtime = RuntimeDir::of(&host.config, uid);
     let (client, notices) = Client::connect(&runtime.control())

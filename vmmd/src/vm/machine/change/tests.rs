@@ -343,6 +343,7 @@ fn a_mac_is_what_the_hardware_has() {
             NicHardware {
                 slot: 2,
                 mac: mac.to_vec(),
+                pod_address: 0,
             },
         )]),
         ..Default::default()
