@@ -1,6 +1,9 @@
 //! Networks of the node are created and changed.
 
-use vmmd_api::{v1, well_known::FieldMask};
+use vmmd_api::{
+    v1::{self, dhcp_option::Value},
+    well_known::FieldMask,
+};
 
 use crate::{
     args::network::{CreateNetwork, UpdateNetwork},
@@ -11,7 +14,13 @@ use crate::{
 
 /// Creates a network.
 pub async fn create(client: &Client, args: &CreateNetwork) -> Result<()> {
-    let answer = send!(client.limit(WORK), client.networks, create_network, request(args)).await?;
+    let answer = send!(
+        client.limit(WORK),
+        client.networks,
+        create_network,
+        request(args)?
+    )
+    .await?;
     let network = answer.network.ok_or_else(empty_answer)?;
     let status = network.status.unwrap_or_default();
     let gateways = [status.gateway, status.ipv6_gateway];
@@ -67,11 +76,23 @@ fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
         spec.deny = servers(&args.deny, "none");
         paths.push("spec.deny");
     }
+    if !args.routes.is_empty() {
+        spec.routes = routes(&servers(&args.routes, "none"));
+        paths.push("spec.routes");
+    }
+    if !args.dhcp_options.is_empty() {
+        spec.dhcp_options = options(&servers(&args.dhcp_options, "none"))?;
+        paths.push("spec.dhcp_options");
+    }
+    if !args.dhcp6_options.is_empty() {
+        spec.dhcp6_options = options(&servers(&args.dhcp6_options, "none"))?;
+        paths.push("spec.dhcp6_options");
+    }
     if !args.labels.is_empty() {
         paths.push("metadata.labels");
     }
     if paths.is_empty() {
-        let message = "no change is given: use --mode, --dns, --ntp, --deny or -l";
+        let message = "no change is given: see `vmmctl update network --help`";
         return Err(Failure::new(Code::Usage, message));
     }
     Ok(v1::UpdateNetworkRequest {
@@ -95,8 +116,40 @@ fn servers(given: &[String], none: &str) -> Vec<String> {
     }
 }
 
-fn request(args: &CreateNetwork) -> v1::CreateNetworkRequest {
-    v1::CreateNetworkRequest {
+/// Routes as `RANGE[=ADDRESS]`.
+fn routes(texts: &[String]) -> Vec<v1::NetworkRoute> {
+    let routes = texts.iter().map(|text| {
+        let (to, via) = text.split_once('=').unwrap_or((text, ""));
+        v1::NetworkRoute {
+            to: to.to_owned(),
+            via: via.to_owned(),
+        }
+    });
+    routes.collect()
+}
+
+/// Options of DHCP as `NUMBER=TEXT` or `NUMBER=0xBYTES`.
+fn options(texts: &[String]) -> Result<Vec<v1::DhcpOption>> {
+    let option = |text: &String| {
+        let parts = text.split_once('=');
+        let option = parts.and_then(|(code, value)| {
+            let value = match value.strip_prefix("0x") {
+                Some(hex) => Value::Hex(hex.to_owned()),
+                None => Value::Text(value.to_owned()),
+            };
+            Some(v1::DhcpOption {
+                code: code.parse().ok()?,
+                value: Some(value),
+            })
+        });
+        let wrong = || format!("option of DHCP \"{text}\": must be NUMBER=TEXT, or NUMBER=0xBYTES");
+        option.ok_or_else(|| Failure::new(Code::Usage, wrong()))
+    };
+    texts.iter().map(option).collect()
+}
+
+fn request(args: &CreateNetwork) -> Result<v1::CreateNetworkRequest> {
+    Ok(v1::CreateNetworkRequest {
         network: Some(v1::Network {
             metadata: super::metadata(&args.name, &args.labels),
             spec: Some(v1::NetworkSpec {
@@ -108,9 +161,12 @@ fn request(args: &CreateNetwork) -> v1::CreateNetworkRequest {
                 mtu: args.mtu.unwrap_or_default(),
                 ipv6_cidr: args.ipv6.clone().unwrap_or_default(),
                 deny: args.deny.clone(),
+                routes: routes(&args.routes),
+                dhcp_options: options(&args.dhcp_options)?,
+                dhcp6_options: options(&args.dhcp6_options)?,
             }),
             status: None,
         }),
         ..Default::default()
-    }
+    })
 }

@@ -243,7 +243,7 @@ pub(super) fn mtu(found: &mut Violations, field: &str, wanted: u32) -> Option<u1
 }
 
 /// A unicast Ethernet address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Mac([u8; 6]);
 
 /// An address that a NIC can't have.

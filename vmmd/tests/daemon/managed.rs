@@ -1,6 +1,7 @@
 //! Networks that the daemon makes, in a network namespace of the test's own.
 
 mod changes;
+mod dhcp;
 pub mod guest;
 mod helpers;
 mod ipv6;

@@ -114,6 +114,7 @@ impl Networks {
             ports: request.ports.iter().map(PortRecord::from).collect(),
             released_ms: 0,
             firewall: (!request.firewall.is_open()).then(|| request.firewall.into()),
+            declined_ms: 0,
         };
         let taken = |other: &LeaseRecord| {
             other.is_of(vm, request.nic) || address.is_some() && other.address == lease.address

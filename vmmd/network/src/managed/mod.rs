@@ -12,6 +12,7 @@
 //! A NIC's address is a *lease* in the network's record; [`pool`] assigns addresses.
 
 mod conntrack;
+mod decline;
 mod describe;
 mod filter;
 mod firewall;

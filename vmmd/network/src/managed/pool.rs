@@ -79,6 +79,9 @@ mod tests {
             mtu: 1500,
             net6: None,
             deny: Vec::new(),
+            routes: Vec::new(),
+            dhcp_options: Vec::new(),
+            dhcp6_options: Vec::new(),
         }
     }
 

@@ -16,11 +16,14 @@ use vmmd_store::{LeaseRecord, NetworkRecord};
 use super::{NetworkKind, Networks, Ports, describe::tell};
 
 /// Paths in an update mask, besides the metadata.
-const FIELDS: [&str; 4] = [MODE, DNS, NTP, DENY];
+const FIELDS: [&str; 7] = [MODE, DNS, NTP, DENY, ROUTES, DHCP, DHCP6];
 const MODE: &str = "spec.mode";
 const DNS: &str = "spec.dns_servers";
 const NTP: &str = "spec.ntp_servers";
 const DENY: &str = "spec.deny";
+const ROUTES: &str = "spec.routes";
+const DHCP: &str = "spec.dhcp_options";
+const DHCP6: &str = "spec.dhcp6_options";
 
 impl Networks {
     /// Changes a network; returns when the node is so.
@@ -54,6 +57,15 @@ impl Networks {
         }
         if masked.has(DENY) {
             new.deny.clone_from(&spec.deny);
+        }
+        if masked.has(ROUTES) {
+            new.routes.clone_from(&spec.routes);
+        }
+        if masked.has(DHCP) {
+            new.dhcp_options.clone_from(&spec.dhcp_options);
+        }
+        if masked.has(DHCP6) {
+            new.dhcp6_options.clone_from(&spec.dhcp6_options);
         }
         let valid = valid(&record)?;
         if valid.mode != NetworkMode::Nat

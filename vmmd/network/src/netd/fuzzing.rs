@@ -65,6 +65,8 @@ fn table(network: &str, vms: &[impl AsRef<str>]) -> Table {
             gateway: Ipv4Addr::new(10, 80, 0, 1),
             mask: Ipv4Addr::new(255, 255, 255, 0),
             broadcast: Ipv4Addr::new(10, 80, 0, 255),
+            routes: Vec::new(),
+            options: Vec::new(),
         }),
         mtu: 1500,
         forward: SERVERS.to_vec(),
@@ -75,6 +77,8 @@ fn table(network: &str, vms: &[impl AsRef<str>]) -> Table {
             bridge: "vmb0123456789".to_owned(),
             mac: [2, 0, 0, 0, 0, 1],
             prefix: Ipv6Addr::new(0xfd00, 0x80, 0, 0, 0, 0, 0, 0),
+            routes: Vec::new(),
+            options: Vec::new(),
         }),
         hosts: hosts.collect::<BTreeMap<_, _>>(),
     }

@@ -27,7 +27,7 @@ pub struct Table {
     #[serde(default)]
     pub site: bool,
     /// NTP servers.
-    pub ntp: Vec<Ipv4Addr>,
+    pub ntp: Vec<IpAddr>,
     /// For how long VMs are given their addresses, in seconds.
     pub lease_seconds: u32,
     /// IPv6 configuration, if the network has IPv6.
@@ -55,6 +55,37 @@ pub struct Ipv4 {
     pub mask: Ipv4Addr,
     /// The network's broadcast address.
     pub broadcast: Ipv4Addr,
+    /// Routes besides the default route.
+    #[serde(default)]
+    pub routes: Vec<Route4>,
+    /// Options that the daemon does not know, each code once.
+    #[serde(default)]
+    pub options: Vec<DhcpOption>,
+}
+
+/// A route of IPv4.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Route4 {
+    /// The destination's first address, and the bits of its prefix.
+    pub to: (Ipv4Addr, u8),
+    /// The next hop.
+    pub via: Ipv4Addr,
+}
+
+/// A route of IPv6 over the gateway.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Route6 {
+    /// The destination's first address, and the bits of its prefix.
+    pub to: (Ipv6Addr, u8),
+}
+
+/// An option of DHCP.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DhcpOption {
+    /// Its code, 1 to 254 for IPv4.
+    pub code: u16,
+    /// Its bytes.
+    pub value: Vec<u8>,
 }
 
 /// Data from which guests form their IPv6 addresses and routes (RFC 4861, 4.2).
@@ -66,6 +97,12 @@ pub struct Ipv6 {
     pub mac: [u8; 6],
     /// The first 64 bits of all addresses.
     pub prefix: Ipv6Addr,
+    /// Routes besides the default route.
+    #[serde(default)]
+    pub routes: Vec<Route6>,
+    /// Options that the daemon does not know, each code once.
+    #[serde(default)]
+    pub options: Vec<DhcpOption>,
 }
 
 impl Ipv6 {

@@ -83,6 +83,8 @@ pub fn table(
             gateway: addresses.gateway4,
             mask,
             broadcast: addresses.gateway4 | !mask,
+            routes: Vec::new(),
+            options: Vec::new(),
         }),
         mtu: u16::try_from(mtu).unwrap_or(u16::MAX),
         forward: resolver.servers.iter().copied().take(NAME_SERVERS).collect(),
@@ -93,6 +95,8 @@ pub fn table(
             bridge: end.tap.clone(),
             mac: tap_mac,
             prefix: NETWORK6.first(),
+            routes: Vec::new(),
+            options: Vec::new(),
         }),
         hosts: BTreeMap::from([(end.mac.to_string(), host)]),
     }
