@@ -67,6 +67,12 @@ pub struct CreateNetwork {
     /// Option of DHCP for IPv6 to send to VMs, as --dhcp-option; repeat the option for several
     #[arg(long = "dhcp6-option", value_name = "NUMBER=VALUE")]
     pub dhcp6_options: Vec<String>,
+    /// Domain of the names of VMs, besides NETWORK.internal
+    #[arg(long, value_name = "DOMAIN")]
+    pub domain: Option<String>,
+    /// Name that VMs find, in the network's domain or complete, with its addresses; repeat the option for several
+    #[arg(long = "dns-record", value_name = "NAME=ADDRESS[,ADDRESS]")]
+    pub dns_records: Vec<String>,
     /// Largest packet in bytes; that of the node's default route when not given
     #[arg(long, value_name = "BYTES")]
     pub mtu: Option<u32>,
@@ -86,6 +92,7 @@ pub struct CreateNetwork {
 Examples:
   vmmctl update network lan --dns 10.0.0.53 --dns 10.0.0.54
   vmmctl update network lan --dns node
+  vmmctl update network lan --domain lan.example --dns-record db=10.80.0.9 --dns-record registry.example.com=192.0.2.7
   vmmctl update network backend --mode routed -l tier=back -l old-")]
 pub struct UpdateNetwork {
     /// Name of the network
@@ -110,6 +117,13 @@ pub struct UpdateNetwork {
     /// "none" removes all
     #[arg(long = "dhcp-option", value_name = "NUMBER=VALUE|none")]
     pub dhcp_options: Vec<String>,
+    /// Domain of the names of VMs, besides NETWORK.internal. "none" leaves NETWORK.internal alone
+    #[arg(long, value_name = "DOMAIN|none")]
+    pub domain: Option<String>,
+    /// Name that VMs find, in place of the present ones; repeat the option for several.
+    /// "none" removes all
+    #[arg(long = "dns-record", value_name = "NAME=ADDRESS[,ADDRESS]|none")]
+    pub dns_records: Vec<String>,
     /// Option of DHCP for IPv6 to send to VMs, as --dhcp-option
     #[arg(long = "dhcp6-option", value_name = "NUMBER=VALUE|none")]
     pub dhcp6_options: Vec<String>,

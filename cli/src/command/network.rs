@@ -88,6 +88,17 @@ fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
         spec.dhcp6_options = options(&servers(&args.dhcp6_options, "none"))?;
         paths.push("spec.dhcp6_options");
     }
+    if let Some(domain) = &args.domain {
+        spec.domain = Some(domain)
+            .filter(|domain| *domain != "none")
+            .cloned()
+            .unwrap_or_default();
+        paths.push("spec.domain");
+    }
+    if !args.dns_records.is_empty() {
+        spec.dns_records = records(&servers(&args.dns_records, "none"))?;
+        paths.push("spec.dns_records");
+    }
     if !args.labels.is_empty() {
         paths.push("metadata.labels");
     }
@@ -148,6 +159,20 @@ fn options(texts: &[String]) -> Result<Vec<v1::DhcpOption>> {
     texts.iter().map(option).collect()
 }
 
+/// Records as `NAME=ADDRESS[,ADDRESS]`.
+fn records(texts: &[String]) -> Result<Vec<v1::DnsRecord>> {
+    let record = |text: &String| {
+        let parts = text.split_once('=');
+        let record = parts.map(|(name, addresses)| v1::DnsRecord {
+            name: name.to_owned(),
+            addresses: addresses.split(',').map(str::to_owned).collect(),
+        });
+        let wrong = || format!("record \"{text}\": must be NAME=ADDRESS[,ADDRESS]");
+        record.ok_or_else(|| Failure::new(Code::Usage, wrong()))
+    };
+    texts.iter().map(record).collect()
+}
+
 fn request(args: &CreateNetwork) -> Result<v1::CreateNetworkRequest> {
     Ok(v1::CreateNetworkRequest {
         network: Some(v1::Network {
@@ -164,6 +189,8 @@ fn request(args: &CreateNetwork) -> Result<v1::CreateNetworkRequest> {
                 routes: routes(&args.routes),
                 dhcp_options: options(&args.dhcp_options)?,
                 dhcp6_options: options(&args.dhcp6_options)?,
+                domain: args.domain.clone().unwrap_or_default(),
+                dns_records: records(&args.dns_records)?,
             }),
             status: None,
         }),

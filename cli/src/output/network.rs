@@ -58,6 +58,7 @@ impl Show for v1::Network {
         text.put("IPv6 addresses", &spec.ipv6_cidr);
         text.put("IPv6 gateway", &status.ipv6_gateway);
         text.put("DNS", &spec.dns_servers.join(", "));
+        text.put("Domain", &spec.domain);
         text.put("NTP", &spec.ntp_servers.join(", "));
         let routes = spec.routes.iter().map(|route| match route.via.as_str() {
             "" => route.to.clone(),
@@ -75,6 +76,11 @@ impl Show for v1::Network {
         text.put("Bridge", &status.bridge);
         text.put("Ready", if status.ready { "yes" } else { "no" });
         text.put("Problem", &status.message);
+        let records = spec.dns_records.iter();
+        let records: Vec<_> = records
+            .map(|record| vec![record.name.clone(), record.addresses.join(", ")])
+            .collect();
+        text.list("DNS records", vec!["NAME", "ADDRESSES"], &records);
         let rows: Vec<_> = status
             .leases
             .iter()

@@ -1,8 +1,10 @@
 //! The validated form of a network that the node makes.
 
 pub mod dhcp;
+pub mod dns;
 
 use std::{
+    collections::BTreeMap,
     fmt,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     str::FromStr,
@@ -222,6 +224,10 @@ pub struct NetworkSpec {
     pub dhcp_options: Vec<dhcp::DhcpOption>,
     /// Further options of DHCP for IPv6.
     pub dhcp6_options: Vec<dhcp::DhcpOption>,
+    /// Domain of the names of its VMs besides `<network>.internal`.
+    pub domain: Option<String>,
+    /// Addresses of names; a name of one label is in the domain.
+    pub dns_records: BTreeMap<String, Vec<IpAddr>>,
 }
 
 /// A network as a client asks for it.
@@ -283,6 +289,8 @@ impl NetworkSpec {
             |name: &str, family, wire| dhcp::options(found, &format!("{field}.{name}"), family, wire);
         let dhcp_options = options("dhcpOptions", dhcp::Family::V4, &spec.dhcp_options);
         let dhcp6_options = options("dhcp6Options", dhcp::Family::V6, &spec.dhcp6_options);
+        let domain = dns::domain(found, &format!("{field}.domain"), &spec.domain);
+        let dns_records = dns::records(found, &format!("{field}.dnsRecords"), &spec.dns_records);
         (subnet.is_some() || net6.is_some()).then_some(Self {
             mode,
             subnet,
@@ -294,6 +302,8 @@ impl NetworkSpec {
             routes,
             dhcp_options,
             dhcp6_options,
+            domain,
+            dns_records,
         })
     }
 }

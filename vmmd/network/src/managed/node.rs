@@ -643,6 +643,8 @@ fn table(
     Table {
         network: record.name.clone(),
         search: Vec::new(),
+        domain: spec.domain.clone().unwrap_or_default(),
+        records: records(spec, &record.name),
         routes: spec.mode != NetworkMode::Isolated,
         ipv4: spec.subnet.map(|Subnet { net, gateway }| netd::Ipv4 {
             gateway,
@@ -669,6 +671,19 @@ fn table(
         }),
         hosts: hosts.collect(),
     }
+}
+
+/// Addresses by complete name.
+fn records(spec: &vmmd_spec::network::NetworkSpec, network: &str) -> BTreeMap<String, Vec<IpAddr>> {
+    let records = spec.dns_records.iter().map(|(name, addresses)| {
+        let name = match &spec.domain {
+            _ if name.contains('.') => name.clone(),
+            Some(domain) => format!("{name}.{domain}"),
+            None => format!("{name}.{network}.internal"),
+        };
+        (name, addresses.clone())
+    });
+    records.collect()
 }
 
 fn route4(route: &Route, gateway: Ipv4Addr) -> Option<netd::Route4> {

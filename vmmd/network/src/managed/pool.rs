@@ -82,6 +82,8 @@ mod tests {
             routes: Vec::new(),
             dhcp_options: Vec::new(),
             dhcp6_options: Vec::new(),
+            domain: None,
+            dns_records: std::collections::BTreeMap::new(),
         }
     }
 

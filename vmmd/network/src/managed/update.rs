@@ -16,7 +16,7 @@ use vmmd_store::{LeaseRecord, NetworkRecord};
 use super::{NetworkKind, Networks, Ports, describe::tell};
 
 /// Paths in an update mask, besides the metadata.
-const FIELDS: [&str; 7] = [MODE, DNS, NTP, DENY, ROUTES, DHCP, DHCP6];
+const FIELDS: [&str; 9] = [MODE, DNS, NTP, DENY, ROUTES, DHCP, DHCP6, DOMAIN, RECORDS];
 const MODE: &str = "spec.mode";
 const DNS: &str = "spec.dns_servers";
 const NTP: &str = "spec.ntp_servers";
@@ -24,6 +24,8 @@ const DENY: &str = "spec.deny";
 const ROUTES: &str = "spec.routes";
 const DHCP: &str = "spec.dhcp_options";
 const DHCP6: &str = "spec.dhcp6_options";
+const DOMAIN: &str = "spec.domain";
+const RECORDS: &str = "spec.dns_records";
 
 impl Networks {
     /// Changes a network; returns when the node is so.
@@ -66,6 +68,12 @@ impl Networks {
         }
         if masked.has(DHCP6) {
             new.dhcp6_options.clone_from(&spec.dhcp6_options);
+        }
+        if masked.has(DOMAIN) {
+            new.domain.clone_from(&spec.domain);
+        }
+        if masked.has(RECORDS) {
+            new.dns_records.clone_from(&spec.dns_records);
         }
         let valid = valid(&record)?;
         if valid.mode != NetworkMode::Nat

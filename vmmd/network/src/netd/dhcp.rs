@@ -300,6 +300,8 @@ pub mod tests {
         Table {
             network: "lan".into(),
             search: Vec::new(),
+            domain: String::new(),
+            records: BTreeMap::new(),
             routes: true,
             ipv4: Some(Ipv4 {
                 gateway: GATEWAY,

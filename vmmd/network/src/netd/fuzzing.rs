@@ -60,6 +60,8 @@ fn table(network: &str, vms: &[impl AsRef<str>]) -> Table {
     Table {
         network: network.to_owned(),
         search: Vec::new(),
+        domain: String::new(),
+        records: BTreeMap::new(),
         routes: true,
         ipv4: Some(Ipv4 {
             gateway: Ipv4Addr::new(10, 80, 0, 1),

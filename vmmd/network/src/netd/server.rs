@@ -435,6 +435,8 @@ impl Tables {
 mod tests {
     use std::fs;
 
+    use vmmd_spec::network::dns::{MAX_ADDRESSES, MAX_RECORDS};
+
     use super::{
         super::{Host, dhcp::tests::table},
         *,
@@ -478,6 +480,9 @@ mod tests {
         };
         let mut table = table();
         table.hosts.clear();
+        let addresses = [IpAddr::from([0xff; 16]); MAX_ADDRESSES];
+        let records = (0..MAX_RECORDS).map(|number| (format!("{number:a>253}"), addresses.to_vec()));
+        table.records = records.collect();
         let none = serde_json::to_vec(&table).unwrap().len();
         table.hosts.insert("52:54:00:00:00:01".into(), host);
         let one = serde_json::to_vec(&table).unwrap().len() - none;

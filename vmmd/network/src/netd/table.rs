@@ -12,6 +12,12 @@ use serde::{Deserialize, Serialize};
 pub struct Table {
     /// The network's name: `<vm>.<network>.internal`; empty for a network without names of its own.
     pub network: String,
+    /// Domain of the names of VMs besides `<network>.internal`; empty without one.
+    #[serde(default)]
+    pub domain: String,
+    /// Addresses by complete name, in lower case and without a dot at the end.
+    #[serde(default)]
+    pub records: BTreeMap<String, Vec<IpAddr>>,
     /// Domains of a network without names of its own, the guests' own one first.
     #[serde(default)]
     pub search: Vec<String>,
@@ -39,10 +45,18 @@ pub struct Table {
 impl Table {
     /// Domains in which guests look names up, their own one first, without a dot at the end.
     pub fn domains(&self) -> Vec<String> {
-        match self.network.as_str() {
-            "" => self.search.clone(),
-            network => vec![format!("{network}.internal")],
+        match self.zones().next() {
+            None => self.search.clone(),
+            Some(own) => vec![own],
         }
+    }
+
+    /// Domains of the names of VMs, without a dot at the end. The first one is in the names of addresses.
+    pub fn zones(&self) -> impl Iterator<Item = String> {
+        let internal = Some(&self.network).filter(|network| !network.is_empty());
+        let internal = internal.map(|network| format!("{network}.internal"));
+        let domain = Some(self.domain.clone()).filter(|domain| !domain.is_empty());
+        domain.into_iter().chain(internal)
     }
 }
 

@@ -78,6 +78,8 @@ pub fn table(
     Table {
         network: String::new(),
         search: domains(&resolver.search),
+        domain: String::new(),
+        records: BTreeMap::new(),
         routes: true,
         ipv4: has_ipv4.then(|| netd::Ipv4 {
             gateway: addresses.gateway4,
