@@ -73,6 +73,9 @@ pub struct CreateNetwork {
     /// Name that VMs find, in the network's domain or complete, with its addresses; repeat the option for several
     #[arg(long = "dns-record", value_name = "NAME=ADDRESS[,ADDRESS]")]
     pub dns_records: Vec<String>,
+    /// Address that stays when its VM is deleted, for NICs that name it, or for the one with a MAC address; repeat the option for several
+    #[arg(long = "reserve", value_name = "NAME=ADDRESS[,MAC]")]
+    pub reservations: Vec<String>,
     /// Largest packet in bytes; that of the node's default route when not given
     #[arg(long, value_name = "BYTES")]
     pub mtu: Option<u32>,
@@ -92,6 +95,7 @@ pub struct CreateNetwork {
 Examples:
   vmmctl update network lan --dns 10.0.0.53 --dns 10.0.0.54
   vmmctl update network lan --dns node
+  vmmctl update network lan --reserve web=10.80.0.9 --reserve old-
   vmmctl update network lan --domain lan.example --dns-record db=10.80.0.9 --dns-record registry.example.com=192.0.2.7
   vmmctl update network backend --mode routed -l tier=back -l old-")]
 pub struct UpdateNetwork {
@@ -124,6 +128,10 @@ pub struct UpdateNetwork {
     /// "none" removes all
     #[arg(long = "dns-record", value_name = "NAME=ADDRESS[,ADDRESS]|none")]
     pub dns_records: Vec<String>,
+    /// Address that stays when its VM is deleted, besides the present ones or in place of the one of that name; repeat the option for
+    /// several. "NAME-" removes one
+    #[arg(long = "reserve", value_name = "NAME=ADDRESS[,MAC]|NAME-")]
+    pub reservations: Vec<String>,
     /// Option of DHCP for IPv6 to send to VMs, as --dhcp-option
     #[arg(long = "dhcp6-option", value_name = "NUMBER=VALUE|none")]
     pub dhcp6_options: Vec<String>,

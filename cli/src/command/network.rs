@@ -32,16 +32,18 @@ pub async fn create(client: &Client, args: &CreateNetwork) -> Result<()> {
     ))
 }
 
-/// Changes a network. Other labels stay: the request has all labels, so it is valid for the present generation only.
+/// Changes a network. Other labels and reservations stay: the request has all of them, so it is valid for the present generation only.
 pub async fn update(client: &Client, args: &UpdateNetwork) -> Result<()> {
     let mut request = changes(args)?;
-    if !args.labels.is_empty() {
-        let there = client
-            .object::<v1::Network>(&args.name)
-            .await?
-            .metadata
-            .unwrap_or_default();
+    if !args.labels.is_empty() || !args.reservations.is_empty() {
+        let v1::Network { metadata, spec, .. } = client.object::<v1::Network>(&args.name).await?;
+        let there = metadata.unwrap_or_default();
         let network = request.network.get_or_insert_default();
+        let new = network.spec.get_or_insert_default();
+        new.reservations = spec.unwrap_or_default().reservations;
+        for change in &args.reservations {
+            reserve(&mut new.reservations, change)?;
+        }
         let metadata = network.metadata.get_or_insert_default();
         metadata.labels = there.labels;
         for change in &args.labels {
@@ -98,6 +100,9 @@ fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
     if !args.dns_records.is_empty() {
         spec.dns_records = records(&servers(&args.dns_records, "none"))?;
         paths.push("spec.dns_records");
+    }
+    if !args.reservations.is_empty() {
+        paths.push("spec.reservations");
     }
     if !args.labels.is_empty() {
         paths.push("metadata.labels");
@@ -173,7 +178,33 @@ fn records(texts: &[String]) -> Result<Vec<v1::DnsRecord>> {
     texts.iter().map(record).collect()
 }
 
+/// Adds, replaces or removes a reservation: `NAME=ADDRESS[,MAC]`, or `NAME-`.
+fn reserve(reservations: &mut Vec<v1::AddressReservation>, change: &str) -> Result<()> {
+    let (name, value) = match (change.split_once('='), change.strip_suffix('-')) {
+        (Some((name, value)), _) => (name, Some(value)),
+        (None, Some(name)) => (name, None),
+        (None, None) => {
+            let message = format!("reservation \"{change}\": must be NAME=ADDRESS[,MAC]");
+            return Err(Failure::new(Code::Usage, message));
+        }
+    };
+    reservations.retain(|reservation| reservation.name != name);
+    if let Some(value) = value {
+        let (address, mac) = value.split_once(',').unwrap_or((value, ""));
+        reservations.push(v1::AddressReservation {
+            name: name.to_owned(),
+            address: address.to_owned(),
+            mac: mac.to_owned(),
+        });
+    }
+    Ok(())
+}
+
 fn request(args: &CreateNetwork) -> Result<v1::CreateNetworkRequest> {
+    let mut reservations = Vec::new();
+    for reservation in &args.reservations {
+        reserve(&mut reservations, reservation)?;
+    }
     Ok(v1::CreateNetworkRequest {
         network: Some(v1::Network {
             metadata: super::metadata(&args.name, &args.labels),
@@ -191,6 +222,7 @@ fn request(args: &CreateNetwork) -> Result<v1::CreateNetworkRequest> {
                 dhcp6_options: options(&args.dhcp6_options)?,
                 domain: args.domain.clone().unwrap_or_default(),
                 dns_records: records(&args.dns_records)?,
+                reservations,
             }),
             status: None,
         }),

@@ -80,7 +80,24 @@ impl Show for v1::Network {
         let records: Vec<_> = records
             .map(|record| vec![record.name.clone(), record.addresses.join(", ")])
             .collect();
-        text.list("DNS records", vec!["NAME", "ADDRESSES"], &records);
+        if !records.is_empty() {
+            text.list("DNS records", vec!["NAME", "ADDRESSES"], &records);
+        }
+        let user = |name: &str| {
+            let mut leases = status.leases.iter();
+            let lease = leases.find(|lease| lease.reservation == name && lease.release_time.is_none());
+            lease.map_or(String::new(), |lease| format!("{}/{}", lease.vm, lease.nic))
+        };
+        let reservations = spec.reservations.iter().map(|reservation| {
+            let v1::AddressReservation { name, address, mac } = reservation.clone();
+            let user = user(&name);
+            vec![name, address, mac, user]
+        });
+        let reservations: Vec<_> = reservations.collect();
+        if !reservations.is_empty() {
+            let headers = vec!["NAME", "ADDRESS", "MAC", "VM/NIC"];
+            text.list("Reservations", headers, &reservations);
+        }
         let rows: Vec<_> = status
             .leases
             .iter()

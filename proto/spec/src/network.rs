@@ -2,6 +2,7 @@
 
 pub mod dhcp;
 pub mod dns;
+pub mod reservation;
 
 use std::{
     collections::BTreeMap,
@@ -12,6 +13,7 @@ use std::{
 
 use vmmd_api::v1;
 
+use self::reservation::Reservation;
 use super::{
     Violations,
     firewall::{self, Addresses},
@@ -228,6 +230,8 @@ pub struct NetworkSpec {
     pub domain: Option<String>,
     /// Addresses of names; a name of one label is in the domain.
     pub dns_records: BTreeMap<String, Vec<IpAddr>>,
+    /// Addresses that no NIC gets without a reason.
+    pub reservations: Vec<Reservation>,
 }
 
 /// A network as a client asks for it.
@@ -291,6 +295,12 @@ impl NetworkSpec {
         let dhcp6_options = options("dhcp6Options", dhcp::Family::V6, &spec.dhcp6_options);
         let domain = dns::domain(found, &format!("{field}.domain"), &spec.domain);
         let dns_records = dns::records(found, &format!("{field}.dnsRecords"), &spec.dns_records);
+        let reservations = reservation::reservations(
+            found,
+            &format!("{field}.reservations"),
+            subnet,
+            &spec.reservations,
+        );
         (subnet.is_some() || net6.is_some()).then_some(Self {
             mode,
             subnet,
@@ -304,6 +314,7 @@ impl NetworkSpec {
             dhcp6_options,
             domain,
             dns_records,
+            reservations,
         })
     }
 }

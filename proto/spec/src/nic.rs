@@ -9,7 +9,7 @@ use std::{
 
 use vmmd_api::v1;
 
-use super::{Violations, firewall::Firewall};
+use super::{Violations, firewall::Firewall, name::Name};
 
 /// Most pairs of queues of a NIC.
 pub const MAX_QUEUES: usize = 16;
@@ -76,6 +76,24 @@ pub enum Protocol {
     Udp,
 }
 
+/// The address that a NIC is to have in its network.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NicAddress {
+    /// This one.
+    Ip(Ipv4Addr),
+    /// That of the network's reservation with this name.
+    Reserved(Name),
+}
+
+impl fmt::Display for NicAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ip(address) => write!(f, "{address}"),
+            Self::Reserved(name) => write!(f, "\"{name}\""),
+        }
+    }
+}
+
 /// A port of the node that leads to a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PublishedPort {
@@ -118,15 +136,17 @@ pub(super) fn in_network(
     found: &mut Violations,
     field: &str,
     nic: &v1::NicSpec,
-) -> (Option<Ipv4Addr>, Vec<PublishedPort>, Firewall) {
+) -> (Option<NicAddress>, Vec<PublishedPort>, Firewall) {
     let firewall = nic.firewall.clone().unwrap_or_default();
     let firewall = Firewall::new(found, &format!("{field}.firewall"), &firewall);
     let address = match nic.address.as_str() {
         "" => None,
         text => {
-            let address = text.parse().ok();
+            let address = text.parse().map(NicAddress::Ip).ok();
+            let address = address.or_else(|| Name::try_from(text).map(NicAddress::Reserved).ok());
             if address.is_none() {
-                found.add(format_args!("{field}.address"), "must be an IPv4 address");
+                let wrong = "must be an IPv4 address, or the name of a reservation of the network";
+                found.add(format_args!("{field}.address"), wrong);
             }
             address
         }

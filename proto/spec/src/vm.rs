@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::Ipv4Addr,
     path::{Component, Path, PathBuf},
 };
 
@@ -18,7 +17,7 @@ use super::{
     firewall::Firewall,
     metadata::Metadata,
     name::Name,
-    nic::{self, Mac, NicSwitches, PublishedPort},
+    nic::{self, Mac, NicAddress, NicSwitches, PublishedPort},
     pod::{self, PodUid},
     policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
     resources::{self, CpuSet, MemoryOptions},
@@ -257,7 +256,7 @@ pub enum Attachment {
         /// Its name.
         name: Name,
         /// The address there; one that is free when there is none.
-        address: Option<Ipv4Addr>,
+        address: Option<NicAddress>,
         /// Ports of the node that lead to the NIC's.
         ports: Vec<PublishedPort>,
         /// Which connections the guest may have.

@@ -83,12 +83,15 @@ pub async fn open_tap(
             ports,
             firewall,
         } => {
+            let address = host
+                .networks
+                .wanted(network.as_str(), &nic.name, address.as_ref())?;
             let request = managed::Request {
                 vm: (vm, name),
                 nic: nic.name.as_str(),
                 tap: tap.clone(),
                 mac,
-                address: *address,
+                address,
                 ports,
                 firewall,
                 plugged,
@@ -143,12 +146,13 @@ pub async fn look(
             ports,
             firewall,
         } => {
+            let address = host.networks.wanted(name.as_str(), &nic.name, address.as_ref())?;
             let request = managed::Request {
                 vm,
                 nic: nic.name.as_str(),
                 tap: String::new(),
                 mac,
-                address: *address,
+                address,
                 ports,
                 firewall,
                 plugged: false,

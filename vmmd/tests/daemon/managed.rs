@@ -6,6 +6,7 @@ pub mod guest;
 mod helpers;
 mod ipv6;
 mod packets;
+mod reserved;
 mod steps;
 
 use std::{

@@ -111,7 +111,11 @@ fn decline(record: &mut NetworkRecord, declined: &Declined, given: bool, now: u6
         .filter(|lease| lease.vm == own.vm && lease.nic == own.nic)
         .count();
     let free = usize::try_from(pool::available(&spec, &record.leases, now)).unwrap_or(0);
-    let may_move = is_ipv4 && !given && of_nic < MOST_OF_A_NIC && replaced.count() < free;
+    let is_reserved = spec
+        .reservations
+        .iter()
+        .any(|reservation| reservation.mac == Some(declined.mac));
+    let may_move = is_ipv4 && !given && !is_reserved && of_nic < MOST_OF_A_NIC && replaced.count() < free;
     let place = record.leases.iter().position(|lease| *lease == own)?;
     let old = record.leases.get_mut(place)?;
     old.declined_ms = now;

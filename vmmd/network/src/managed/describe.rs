@@ -37,7 +37,9 @@ pub fn describe(seen: &SeenNetwork) -> v1::Network {
                 .and_then(|spec| spec.subnet)
                 .map(|subnet| subnet.gateway.to_string())
                 .unwrap_or_default(),
-            leases: leases.map(|lease| describe_lease(lease, net6, now)).collect(),
+            leases: leases
+                .map(|lease| describe_lease(lease, (spec.as_ref(), net6), now))
+                .collect(),
             available_addresses: spec
                 .as_ref()
                 .map_or(0, |spec| pool::available(spec, &record.leases, now)),
@@ -48,7 +50,13 @@ pub fn describe(seen: &SeenNetwork) -> v1::Network {
     }
 }
 
-fn describe_lease(lease: &LeaseRecord, net6: Option<Ipv6Net>, now: u64) -> v1::NetworkLease {
+fn describe_lease(
+    lease: &LeaseRecord,
+    (spec, net6): (Option<&NetworkSpec>, Option<Ipv6Net>),
+    now: u64,
+) -> v1::NetworkLease {
+    let mut reservations = spec.iter().flat_map(|spec| &spec.reservations);
+    let reservation = reservations.find(|reservation| Some(reservation.address) == lease.ip());
     let mac = lease.mac();
     let address6 = net6.zip(mac).map(|(net, mac)| net.of(mac));
     v1::NetworkLease {
@@ -60,6 +68,9 @@ fn describe_lease(lease: &LeaseRecord, net6: Option<Ipv6Net>, now: u64) -> v1::N
         release_time: (lease.released_ms != 0)
             .then(|| text::timestamp(lease.released_ms))
             .flatten(),
+        reservation: reservation
+            .map(|reservation| reservation.name.to_string())
+            .unwrap_or_default(),
         declined_time: lease
             .is_declined(now)
             .then(|| text::timestamp(lease.declined_ms))
