@@ -232,6 +232,10 @@ pub struct Nic {
     pub transmit_limit: Option<RateLimit>,
     /// The kernel carries packets (vhost-net).
     pub vhost: bool,
+    /// VLAN on its bridge, one of [`VLANS`](nic::VLANS); that of the bridge for new ports when there is none.
+    pub vlan: Option<u16>,
+    /// Frames of the guest with another source MAC address than the NIC's are dropped, on a bridge of an operator.
+    pub mac_filter: bool,
     /// Position in the boot order.
     pub boot_order: Option<BootOrder>,
 }
@@ -751,6 +755,7 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
     let mtu = nic::mtu(found, field, nic.mtu);
     let without = NicSwitches::new(found, field, &nic.disabled_offloads);
     let vhost = nic::vhost(found, field, nic.backend);
+    let (vlan, mac_filter) = nic::on_bridge(found, field, nic);
     let boot_order = BootOrder::new(found, field, nic.boot_order);
     Some(Nic {
         name: name?,
@@ -763,6 +768,8 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
         receive_limit,
         transmit_limit,
         vhost,
+        vlan,
+        mac_filter,
         boot_order,
     })
 }
