@@ -285,6 +285,14 @@ async fn watch_networks(host: Arc<Host>) {
                 host.networks.forget_gone(host.for_networks()).await;
                 continue;
             }
+            reports = host.networks.declined() => {
+                for vm in host.networks.decline(host.for_networks(), reports).await {
+                    if let Some(entry) = host.vms.find(vm) {
+                        entry.mailbox.offer(registry::vms::command::Command::Addresses);
+                    }
+                }
+                continue;
+            }
             _ = ticks.tick() => false,
             () = host.networks.helper_due() => false,
             // A pod may have lost its helper while its launcher was not connected.

@@ -34,6 +34,7 @@ Examples:
   vmmctl create network lan --cidr 10.80.0.0/24 --dns 10.0.0.53
   vmmctl create network both --cidr 10.82.0.0/24 --ipv6 fd00:82::/64
   vmmctl create network six --ipv6 fd00:83::/64
+  vmmctl create network lab --cidr 10.84.0.0/24 --route 10.90.0.0/16=10.84.0.9 --dhcp-option 66=tftp.example
   vmmctl create network backend --cidr 10.81.0.0/24 --mode isolated")]
 pub struct CreateNetwork {
     /// Name of the network
@@ -57,6 +58,24 @@ pub struct CreateNetwork {
     /// NTP server to announce to VMs; repeat the option for several
     #[arg(long = "ntp", value_name = "ADDRESS")]
     pub ntp: Vec<String>,
+    /// Route to announce to VMs, over the gateway or over an address of the network; repeat the option for several
+    #[arg(long = "route", value_name = "RANGE[=ADDRESS]")]
+    pub routes: Vec<String>,
+    /// Option of DHCP to send to VMs, by its number, with a text or with bytes as in 43=0x0a50; repeat the option for several
+    #[arg(long = "dhcp-option", value_name = "NUMBER=VALUE")]
+    pub dhcp_options: Vec<String>,
+    /// Option of DHCP for IPv6 to send to VMs, as --dhcp-option; repeat the option for several
+    #[arg(long = "dhcp6-option", value_name = "NUMBER=VALUE")]
+    pub dhcp6_options: Vec<String>,
+    /// Domain of the names of VMs, besides NETWORK.internal
+    #[arg(long, value_name = "DOMAIN")]
+    pub domain: Option<String>,
+    /// Name that VMs find, in the network's domain or complete, with its addresses; repeat the option for several
+    #[arg(long = "dns-record", value_name = "NAME=ADDRESS[,ADDRESS]")]
+    pub dns_records: Vec<String>,
+    /// Address that stays when its VM is deleted, for NICs that name it, or for the one with a MAC address; repeat the option for several
+    #[arg(long = "reserve", value_name = "NAME=ADDRESS[,MAC]")]
+    pub reservations: Vec<String>,
     /// Largest packet in bytes; that of the node's default route when not given
     #[arg(long, value_name = "BYTES")]
     pub mtu: Option<u32>,
@@ -76,6 +95,8 @@ pub struct CreateNetwork {
 Examples:
   vmmctl update network lan --dns 10.0.0.53 --dns 10.0.0.54
   vmmctl update network lan --dns node
+  vmmctl update network lan --reserve web=10.80.0.9 --reserve old-
+  vmmctl update network lan --domain lan.example --dns-record db=10.80.0.9 --dns-record registry.example.com=192.0.2.7
   vmmctl update network backend --mode routed -l tier=back -l old-")]
 pub struct UpdateNetwork {
     /// Name of the network
@@ -92,6 +113,28 @@ pub struct UpdateNetwork {
     /// "none" removes all
     #[arg(long = "ntp", value_name = "ADDRESS|none")]
     pub ntp: Vec<String>,
+    /// Route to announce to VMs, in place of the present ones; repeat the option for several.
+    /// "none" removes all
+    #[arg(long = "route", value_name = "RANGE[=ADDRESS]|none")]
+    pub routes: Vec<String>,
+    /// Option of DHCP to send to VMs, in place of the present ones; repeat the option for several.
+    /// "none" removes all
+    #[arg(long = "dhcp-option", value_name = "NUMBER=VALUE|none")]
+    pub dhcp_options: Vec<String>,
+    /// Domain of the names of VMs, besides NETWORK.internal. "none" leaves NETWORK.internal alone
+    #[arg(long, value_name = "DOMAIN|none")]
+    pub domain: Option<String>,
+    /// Name that VMs find, in place of the present ones; repeat the option for several.
+    /// "none" removes all
+    #[arg(long = "dns-record", value_name = "NAME=ADDRESS[,ADDRESS]|none")]
+    pub dns_records: Vec<String>,
+    /// Address that stays when its VM is deleted, besides the present ones or in place of the one of that name; repeat the option for
+    /// several. "NAME-" removes one
+    #[arg(long = "reserve", value_name = "NAME=ADDRESS[,MAC]|NAME-")]
+    pub reservations: Vec<String>,
+    /// Option of DHCP for IPv6 to send to VMs, as --dhcp-option
+    #[arg(long = "dhcp6-option", value_name = "NUMBER=VALUE|none")]
+    pub dhcp6_options: Vec<String>,
     /// Addresses that VMs do not reach beyond the node, in place of the present ones; repeat the option for several.
     /// "none" removes all
     #[arg(long, value_name = "RANGE|none")]

@@ -1,6 +1,9 @@
 //! Networks of the node are created and changed.
 
-use vmmd_api::{v1, well_known::FieldMask};
+use vmmd_api::{
+    v1::{self, dhcp_option::Value},
+    well_known::FieldMask,
+};
 
 use crate::{
     args::network::{CreateNetwork, UpdateNetwork},
@@ -11,7 +14,13 @@ use crate::{
 
 /// Creates a network.
 pub async fn create(client: &Client, args: &CreateNetwork) -> Result<()> {
-    let answer = send!(client.limit(WORK), client.networks, create_network, request(args)).await?;
+    let answer = send!(
+        client.limit(WORK),
+        client.networks,
+        create_network,
+        request(args)?
+    )
+    .await?;
     let network = answer.network.ok_or_else(empty_answer)?;
     let status = network.status.unwrap_or_default();
     let gateways = [status.gateway, status.ipv6_gateway];
@@ -23,16 +32,18 @@ pub async fn create(client: &Client, args: &CreateNetwork) -> Result<()> {
     ))
 }
 
-/// Changes a network. Other labels stay: the request has all labels, so it is valid for the present generation only.
+/// Changes a network. Other labels and reservations stay: the request has all of them, so it is valid for the present generation only.
 pub async fn update(client: &Client, args: &UpdateNetwork) -> Result<()> {
     let mut request = changes(args)?;
-    if !args.labels.is_empty() {
-        let there = client
-            .object::<v1::Network>(&args.name)
-            .await?
-            .metadata
-            .unwrap_or_default();
+    if !args.labels.is_empty() || !args.reservations.is_empty() {
+        let v1::Network { metadata, spec, .. } = client.object::<v1::Network>(&args.name).await?;
+        let there = metadata.unwrap_or_default();
         let network = request.network.get_or_insert_default();
+        let new = network.spec.get_or_insert_default();
+        new.reservations = spec.unwrap_or_default().reservations;
+        for change in &args.reservations {
+            reserve(&mut new.reservations, change)?;
+        }
         let metadata = network.metadata.get_or_insert_default();
         metadata.labels = there.labels;
         for change in &args.labels {
@@ -67,11 +78,37 @@ fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
         spec.deny = servers(&args.deny, "none");
         paths.push("spec.deny");
     }
+    if !args.routes.is_empty() {
+        spec.routes = routes(&servers(&args.routes, "none"));
+        paths.push("spec.routes");
+    }
+    if !args.dhcp_options.is_empty() {
+        spec.dhcp_options = options(&servers(&args.dhcp_options, "none"))?;
+        paths.push("spec.dhcp_options");
+    }
+    if !args.dhcp6_options.is_empty() {
+        spec.dhcp6_options = options(&servers(&args.dhcp6_options, "none"))?;
+        paths.push("spec.dhcp6_options");
+    }
+    if let Some(domain) = &args.domain {
+        spec.domain = Some(domain)
+            .filter(|domain| *domain != "none")
+            .cloned()
+            .unwrap_or_default();
+        paths.push("spec.domain");
+    }
+    if !args.dns_records.is_empty() {
+        spec.dns_records = records(&servers(&args.dns_records, "none"))?;
+        paths.push("spec.dns_records");
+    }
+    if !args.reservations.is_empty() {
+        paths.push("spec.reservations");
+    }
     if !args.labels.is_empty() {
         paths.push("metadata.labels");
     }
     if paths.is_empty() {
-        let message = "no change is given: use --mode, --dns, --ntp, --deny or -l";
+        let message = "no change is given: see `vmmctl update network --help`";
         return Err(Failure::new(Code::Usage, message));
     }
     Ok(v1::UpdateNetworkRequest {
@@ -95,8 +132,80 @@ fn servers(given: &[String], none: &str) -> Vec<String> {
     }
 }
 
-fn request(args: &CreateNetwork) -> v1::CreateNetworkRequest {
-    v1::CreateNetworkRequest {
+/// Routes as `RANGE[=ADDRESS]`.
+fn routes(texts: &[String]) -> Vec<v1::NetworkRoute> {
+    let routes = texts.iter().map(|text| {
+        let (to, via) = text.split_once('=').unwrap_or((text, ""));
+        v1::NetworkRoute {
+            to: to.to_owned(),
+            via: via.to_owned(),
+        }
+    });
+    routes.collect()
+}
+
+/// Options of DHCP as `NUMBER=TEXT` or `NUMBER=0xBYTES`.
+fn options(texts: &[String]) -> Result<Vec<v1::DhcpOption>> {
+    let option = |text: &String| {
+        let parts = text.split_once('=');
+        let option = parts.and_then(|(code, value)| {
+            let value = match value.strip_prefix("0x") {
+                Some(hex) => Value::Hex(hex.to_owned()),
+                None => Value::Text(value.to_owned()),
+            };
+            Some(v1::DhcpOption {
+                code: code.parse().ok()?,
+                value: Some(value),
+            })
+        });
+        let wrong = || format!("option of DHCP \"{text}\": must be NUMBER=TEXT, or NUMBER=0xBYTES");
+        option.ok_or_else(|| Failure::new(Code::Usage, wrong()))
+    };
+    texts.iter().map(option).collect()
+}
+
+/// Records as `NAME=ADDRESS[,ADDRESS]`.
+fn records(texts: &[String]) -> Result<Vec<v1::DnsRecord>> {
+    let record = |text: &String| {
+        let parts = text.split_once('=');
+        let record = parts.map(|(name, addresses)| v1::DnsRecord {
+            name: name.to_owned(),
+            addresses: addresses.split(',').map(str::to_owned).collect(),
+        });
+        let wrong = || format!("record \"{text}\": must be NAME=ADDRESS[,ADDRESS]");
+        record.ok_or_else(|| Failure::new(Code::Usage, wrong()))
+    };
+    texts.iter().map(record).collect()
+}
+
+/// Adds, replaces or removes a reservation: `NAME=ADDRESS[,MAC]`, or `NAME-`.
+fn reserve(reservations: &mut Vec<v1::AddressReservation>, change: &str) -> Result<()> {
+    let (name, value) = match (change.split_once('='), change.strip_suffix('-')) {
+        (Some((name, value)), _) => (name, Some(value)),
+        (None, Some(name)) => (name, None),
+        (None, None) => {
+            let message = format!("reservation \"{change}\": must be NAME=ADDRESS[,MAC]");
+            return Err(Failure::new(Code::Usage, message));
+        }
+    };
+    reservations.retain(|reservation| reservation.name != name);
+    if let Some(value) = value {
+        let (address, mac) = value.split_once(',').unwrap_or((value, ""));
+        reservations.push(v1::AddressReservation {
+            name: name.to_owned(),
+            address: address.to_owned(),
+            mac: mac.to_owned(),
+        });
+    }
+    Ok(())
+}
+
+fn request(args: &CreateNetwork) -> Result<v1::CreateNetworkRequest> {
+    let mut reservations = Vec::new();
+    for reservation in &args.reservations {
+        reserve(&mut reservations, reservation)?;
+    }
+    Ok(v1::CreateNetworkRequest {
         network: Some(v1::Network {
             metadata: super::metadata(&args.name, &args.labels),
             spec: Some(v1::NetworkSpec {
@@ -108,9 +217,15 @@ fn request(args: &CreateNetwork) -> v1::CreateNetworkRequest {
                 mtu: args.mtu.unwrap_or_default(),
                 ipv6_cidr: args.ipv6.clone().unwrap_or_default(),
                 deny: args.deny.clone(),
+                routes: routes(&args.routes),
+                dhcp_options: options(&args.dhcp_options)?,
+                dhcp6_options: options(&args.dhcp6_options)?,
+                domain: args.domain.clone().unwrap_or_default(),
+                dns_records: records(&args.dns_records)?,
+                reservations,
             }),
             status: None,
         }),
         ..Default::default()
-    }
+    })
 }

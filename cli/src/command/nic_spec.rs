@@ -8,7 +8,7 @@ use crate::{
     failure::Result,
 };
 
-const KEYS: &str = "network=, bridge=, tap=, pod-network, address=, publish=, name=, mac=, queues=, mtu=, boot-order=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
+const KEYS: &str = "network=, bridge=, tap=, pod-network, address=, publish=, name=, mac=, queues=, mtu=, vlan=, mac-filter=, boot-order=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
 
 /// The NIC number `index` of a VM from `key=value,…`.
 pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
@@ -54,6 +54,10 @@ fn set(nic: &mut v1::NicSpec, key: &str, value: &str) -> Result<bool, String> {
         }
         "queues" => nic.queues = number(value)?,
         "mtu" => nic.mtu = number(value)?,
+        "vlan" => nic.vlan = number(value)?,
+        "mac-filter" => {
+            nic.mac_filter = word(&[("on", true, ""), ("off", false, "")], value)?;
+        }
         "boot-order" => nic.boot_order = number(value)?,
         "backend" => {
             const BACKENDS: Words<v1::NicBackend> = &[
@@ -91,6 +95,8 @@ pub fn fields(text: &str) -> impl Iterator<Item = &str> {
         "rx-bps" | "rx-pps" => "receive_limit",
         "tx-bps" | "tx-pps" => "transmit_limit",
         "publish" => "published_ports",
+        "mac-filter" => "mac_filter",
+        "boot-order" => "boot_order",
         // The other keys have the names of the fields.
         field => field,
     })
@@ -228,7 +234,7 @@ mod tests {
 
     #[test]
     fn each_key_sets_a_field_of_the_api() {
-        let text = "queues=1,mtu=9,backend=vhost,name=a,mac=b,bridge=c,tap=d,network=e,address=f,publish=1,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
+        let text = "queues=1,mtu=9,vlan=5,mac-filter=on,boot-order=1,backend=vhost,name=a,mac=b,bridge=c,tap=d,network=e,address=f,publish=1,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
         let paths: Vec<_> = fields(text)
             .map(|field| format!("spec.nics[eth0].{field}"))
             .collect();
@@ -242,6 +248,7 @@ mod tests {
             ("bridge=a,speed=9", "speed=9"),
             ("bridge=a,off=all", "checksum, tso, uso or merge"),
             ("bridge=a,link=maybe", "up or down"),
+            ("bridge=a,mac-filter=maybe", "on or off"),
             ("bridge=a,backend=fast", "userspace or vhost"),
             ("bridge=a,queues=many", "whole number"),
         ] {

@@ -1,6 +1,6 @@
 //! Networks of the node for people.
 
-use vmmd_api::v1;
+use vmmd_api::v1::{self, dhcp_option::Value};
 
 use super::{
     Show,
@@ -58,31 +58,81 @@ impl Show for v1::Network {
         text.put("IPv6 addresses", &spec.ipv6_cidr);
         text.put("IPv6 gateway", &status.ipv6_gateway);
         text.put("DNS", &spec.dns_servers.join(", "));
+        text.put("Domain", &spec.domain);
         text.put("NTP", &spec.ntp_servers.join(", "));
+        let routes = spec.routes.iter().map(|route| match route.via.as_str() {
+            "" => route.to.clone(),
+            via => format!("{} via {via}", route.to),
+        });
+        text.put("Routes", &routes.collect::<Vec<_>>().join(", "));
+        for (name, options) in [
+            ("DHCP options", &spec.dhcp_options),
+            ("DHCPv6 options", &spec.dhcp6_options),
+        ] {
+            text.put(name, &options.iter().map(option).collect::<Vec<_>>().join(", "));
+        }
         text.put("MTU", &status.mtu.to_string());
         text.put("Denied", &spec.deny.join(", "));
         text.put("Bridge", &status.bridge);
         text.put("Ready", if status.ready { "yes" } else { "no" });
         text.put("Problem", &status.message);
+        let records = spec.dns_records.iter();
+        let records: Vec<_> = records
+            .map(|record| vec![record.name.clone(), record.addresses.join(", ")])
+            .collect();
+        if !records.is_empty() {
+            text.list("DNS records", vec!["NAME", "ADDRESSES"], &records);
+        }
+        let user = |name: &str| {
+            let mut leases = status.leases.iter();
+            let lease = leases.find(|lease| lease.reservation == name && lease.release_time.is_none());
+            lease.map_or(String::new(), |lease| format!("{}/{}", lease.vm, lease.nic))
+        };
+        let reservations = spec.reservations.iter().map(|reservation| {
+            let v1::AddressReservation { name, address, mac } = reservation.clone();
+            let user = user(&name);
+            vec![name, address, mac, user]
+        });
+        let reservations: Vec<_> = reservations.collect();
+        if !reservations.is_empty() {
+            let headers = vec!["NAME", "ADDRESS", "MAC", "VM/NIC"];
+            text.list("Reservations", headers, &reservations);
+        }
         let rows: Vec<_> = status
             .leases
             .iter()
             .map(|lease| {
-                let released = match &lease.release_time {
+                let times = [&lease.release_time, &lease.declined_time];
+                let times = times.map(|time| match time {
                     None => String::new(),
                     time => when(time.as_ref(), now),
-                };
+                });
+                let [released, declined] = times;
                 vec![
                     both([lease.address.clone(), lease.ipv6_address.clone()]),
                     lease.vm.clone(),
                     lease.nic.clone(),
                     lease.mac.clone(),
                     released,
+                    declined,
                 ]
             })
             .collect();
-        text.list("Leases", vec!["ADDRESS", "VM", "NIC", "MAC", "RELEASED"], &rows);
+        text.list(
+            "Leases",
+            vec!["ADDRESS", "VM", "NIC", "MAC", "RELEASED", "DECLINED"],
+            &rows,
+        );
         text.0
+    }
+}
+
+/// "66=tftp.example", or "43=0x0a50".
+fn option(option: &v1::DhcpOption) -> String {
+    match &option.value {
+        Some(Value::Text(text)) => format!("{}={text}", option.code),
+        Some(Value::Hex(hex)) => format!("{}=0x{hex}", option.code),
+        None => option.code.to_string(),
     }
 }
 

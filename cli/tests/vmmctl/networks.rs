@@ -103,6 +103,60 @@ fn a_network_is_updated_and_labels_that_are_not_named_stay() {
     assert_eq!((code, said.contains("`vmmctl get network`")), (3, true), "{said}");
 }
 
+/// Lines of the description of the network `front`, with single spaces.
+fn description(daemon: &Daemon) -> String {
+    let (_, shown, _) = run(daemon, "describe front");
+    let lines = shown
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "));
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn routes_options_names_and_reservations_are_set_and_shown() {
+    let daemon = Daemon::start();
+    let made = run(
+        &daemon,
+        "create front --cidr 10.80.0.0/24 --route 10.90.0.0/16=10.80.0.9 --route 10.91.0.0/16 --dhcp-option 66=tftp \
+         --dhcp-option 43=0x0a50 --domain lan.example --dns-record db=10.80.0.9,fd00::9 --reserve web=10.80.0.9 \
+         --reserve db=10.80.0.10,52:54:00:12:34:56",
+    );
+    assert_eq!(made.0, 0, "{made:?}");
+    let shown = description(&daemon);
+    for expected in [
+        "Routes: 10.90.0.0/16 via 10.80.0.9, 10.91.0.0/16",
+        "DHCP options: 66=tftp, 43=0x0a50",
+        "Domain: lan.example",
+        "db 10.80.0.9, fd00::9",
+        "web 10.80.0.9",
+        "db 10.80.0.10 52:54:00:12:34:56",
+    ] {
+        assert!(shown.contains(expected), "{expected}: {shown}");
+    }
+    let updated = done("network/front updated\n");
+    let changes = "update front --route none --dhcp-option 67=boot --domain none --dns-record none --reserve web- --reserve a=10.80.0.3";
+    assert_eq!(run(&daemon, changes), updated);
+    let spec = daemon.state.network("front").unwrap().spec.unwrap();
+    assert_eq!((spec.routes.len(), spec.dhcp_options[0].code), (0, 67));
+    assert_eq!((spec.domain.as_str(), spec.dns_records.len()), ("", 0));
+    let names: Vec<_> = spec
+        .reservations
+        .iter()
+        .map(|reservation| reservation.name.as_str())
+        .collect();
+    assert_eq!(names, ["db", "a"]);
+    let calls = daemon.state.calls();
+    assert!(calls.last().unwrap().contains("generation: Some(1)"), "{calls:?}");
+    for (wrong, expected) in [
+        ("--dhcp-option tftp", "must be NUMBER=TEXT"),
+        ("--dns-record db", "must be NAME=ADDRESS"),
+        ("--reserve web", "must be NAME=ADDRESS[,MAC]"),
+    ] {
+        let (code, _, said) = run(&daemon, &format!("update front {wrong}"));
+        assert_eq!((code, said.contains(expected)), (2, true), "{said}");
+    }
+}
+
 #[test]
 fn verb_before_the_kind_does_the_same() {
     let daemon = with_two();

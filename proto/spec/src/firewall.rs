@@ -88,7 +88,7 @@ impl Addresses {
     }
 
     /// Whether all of the other's are its own.
-    fn has(self, other: Self) -> bool {
+    pub fn has(self, other: Self) -> bool {
         let (own, others) = (Self::bits(self.first), Self::bits(other.first));
         own.1 == others.1 && self.prefix <= other.prefix && others.0 & Self::mask(self.prefix) == own.0
     }

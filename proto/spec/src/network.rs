@@ -1,6 +1,11 @@
 //! The validated form of a network that the node makes.
 
+pub mod dhcp;
+pub mod dns;
+pub mod reservation;
+
 use std::{
+    collections::BTreeMap,
     fmt,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     str::FromStr,
@@ -8,6 +13,7 @@ use std::{
 
 use vmmd_api::v1;
 
+use self::reservation::Reservation;
 use super::{
     Violations,
     firewall::{self, Addresses},
@@ -207,13 +213,25 @@ pub struct NetworkSpec {
     /// Name servers that are asked for names outside the network; those of the node when empty.
     pub dns: Vec<IpAddr>,
     /// NTP servers announced to VMs.
-    pub ntp: Vec<Ipv4Addr>,
+    pub ntp: Vec<IpAddr>,
     /// One of [`MTUS`].
     pub mtu: u16,
     /// Its IPv6 addresses, if it has any.
     pub net6: Option<Ipv6Net>,
     /// Addresses beyond the node to which VMs open no connections, without nested ranges.
     pub deny: Vec<Addresses>,
+    /// Routes of guests besides the default route.
+    pub routes: Vec<dhcp::Route>,
+    /// Further options of DHCP for IPv4.
+    pub dhcp_options: Vec<dhcp::DhcpOption>,
+    /// Further options of DHCP for IPv6.
+    pub dhcp6_options: Vec<dhcp::DhcpOption>,
+    /// Domain of the names of its VMs besides `<network>.internal`.
+    pub domain: Option<String>,
+    /// Addresses of names; a name of one label is in the domain.
+    pub dns_records: BTreeMap<String, Vec<IpAddr>>,
+    /// Addresses that no NIC gets without a reason.
+    pub reservations: Vec<Reservation>,
 }
 
 /// A network as a client asks for it.
@@ -237,8 +255,8 @@ impl NetworkSpec {
             v1::NetworkMode::Isolated => NetworkMode::Isolated,
             v1::NetworkMode::Routed => NetworkMode::Routed,
         };
-        let dns = servers(found, &format!("{field}.dnsServers"), &spec.dns_servers, "IP");
-        let ntp = servers(found, &format!("{field}.ntpServers"), &spec.ntp_servers, "IPv4");
+        let dns = servers(found, &format!("{field}.dnsServers"), &spec.dns_servers);
+        let ntp = servers(found, &format!("{field}.ntpServers"), &spec.ntp_servers);
         let mtu = match spec.mtu {
             0 => 1500,
             mtu => u16::try_from(mtu).unwrap_or(0),
@@ -269,6 +287,20 @@ impl NetworkSpec {
         }
         let subnet = subnet(found, field, spec);
         let deny = firewall::addresses(found, &format!("{field}.deny"), &spec.deny);
+        let served = (subnet, net6.is_some(), mode);
+        let routes = dhcp::routes(found, &format!("{field}.routes"), served, &spec.routes);
+        let mut options =
+            |name: &str, family, wire| dhcp::options(found, &format!("{field}.{name}"), family, wire);
+        let dhcp_options = options("dhcpOptions", dhcp::Family::V4, &spec.dhcp_options);
+        let dhcp6_options = options("dhcp6Options", dhcp::Family::V6, &spec.dhcp6_options);
+        let domain = dns::domain(found, &format!("{field}.domain"), &spec.domain);
+        let dns_records = dns::records(found, &format!("{field}.dnsRecords"), &spec.dns_records);
+        let reservations = reservation::reservations(
+            found,
+            &format!("{field}.reservations"),
+            subnet,
+            &spec.reservations,
+        );
         (subnet.is_some() || net6.is_some()).then_some(Self {
             mode,
             subnet,
@@ -277,6 +309,12 @@ impl NetworkSpec {
             mtu,
             net6,
             deny,
+            routes,
+            dhcp_options,
+            dhcp6_options,
+            domain,
+            dns_records,
+            reservations,
         })
     }
 }
@@ -309,8 +347,8 @@ fn subnet(found: &mut Violations, field: &str, spec: &v1::NetworkSpec) -> Option
     })
 }
 
-/// Addresses of a `kind`.
-fn servers<A: FromStr>(found: &mut Violations, field: &str, texts: &[String], kind: &str) -> Vec<A> {
+/// Addresses of servers.
+fn servers(found: &mut Violations, field: &str, texts: &[String]) -> Vec<IpAddr> {
     if texts.len() > MAX_SERVERS {
         found.add(field, format_args!("at most {MAX_SERVERS}, are {}", texts.len()));
         return Vec::new();
@@ -319,10 +357,7 @@ fn servers<A: FromStr>(found: &mut Violations, field: &str, texts: &[String], ki
     let parsed = numbered.filter_map(|(index, text)| {
         let address = text.parse().ok();
         if address.is_none() {
-            found.add(
-                format_args!("{field}[{index}]"),
-                format_args!("must be an {kind} address"),
-            );
+            found.add(format_args!("{field}[{index}]"), "must be an IP address");
         }
         address
     });

@@ -9,7 +9,7 @@ use std::{
 
 use vmmd_api::v1;
 
-use super::{Violations, firewall::Firewall};
+use super::{Violations, firewall::Firewall, name::Name};
 
 /// Most pairs of queues of a NIC.
 pub const MAX_QUEUES: usize = 16;
@@ -76,6 +76,24 @@ pub enum Protocol {
     Udp,
 }
 
+/// The address that a NIC is to have in its network.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NicAddress {
+    /// This one.
+    Ip(Ipv4Addr),
+    /// That of the network's reservation with this name.
+    Reserved(Name),
+}
+
+impl fmt::Display for NicAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ip(address) => write!(f, "{address}"),
+            Self::Reserved(name) => write!(f, "\"{name}\""),
+        }
+    }
+}
+
 /// A port of the node that leads to a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PublishedPort {
@@ -118,15 +136,17 @@ pub(super) fn in_network(
     found: &mut Violations,
     field: &str,
     nic: &v1::NicSpec,
-) -> (Option<Ipv4Addr>, Vec<PublishedPort>, Firewall) {
+) -> (Option<NicAddress>, Vec<PublishedPort>, Firewall) {
     let firewall = nic.firewall.clone().unwrap_or_default();
     let firewall = Firewall::new(found, &format!("{field}.firewall"), &firewall);
     let address = match nic.address.as_str() {
         "" => None,
         text => {
-            let address = text.parse().ok();
+            let address = text.parse().map(NicAddress::Ip).ok();
+            let address = address.or_else(|| Name::try_from(text).map(NicAddress::Reserved).ok());
             if address.is_none() {
-                found.add(format_args!("{field}.address"), "must be an IPv4 address");
+                let wrong = "must be an IPv4 address, or the name of a reservation of the network";
+                found.add(format_args!("{field}.address"), wrong);
             }
             address
         }
@@ -216,6 +236,31 @@ pub(super) fn refuse_in_network(found: &mut Violations, field: &str, nic: &v1::N
     }
 }
 
+/// Numbers of VLANs (IEEE 802.1Q-2022, 9.6).
+pub const VLANS: RangeInclusive<u16> = 1..=4094;
+
+/// Validates the fields of a NIC on a bridge; `field` is its path.
+pub(super) fn on_bridge(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> (Option<u16>, bool) {
+    let is_on_bridge = matches!(&nic.attachment, Some(v1::nic_spec::Attachment::Bridge(_)));
+    for (name, given) in [("vlan", nic.vlan != 0), ("macFilter", nic.mac_filter)] {
+        if given && !is_on_bridge {
+            found.add(format_args!("{field}.{name}"), "is for a NIC with a `bridge`");
+        }
+    }
+    let vlan = match nic.vlan {
+        0 => None,
+        wanted => {
+            let vlan = u16::try_from(wanted).ok().filter(|vlan| VLANS.contains(vlan));
+            if vlan.is_none() {
+                let wrong = format_args!("must be {} to {}, is {wanted}", VLANS.start(), VLANS.end());
+                found.add(format_args!("{field}.vlan"), wrong);
+            }
+            vlan
+        }
+    };
+    (vlan, nic.mac_filter)
+}
+
 /// Validates a number of queues; `field` is the NIC's path.
 pub(super) fn queues(found: &mut Violations, field: &str, wanted: u32) -> u16 {
     let number = u16::try_from(wanted.max(1)).unwrap_or(u16::MAX);
@@ -243,7 +288,7 @@ pub(super) fn mtu(found: &mut Violations, field: &str, wanted: u32) -> Option<u1
 }
 
 /// A unicast Ethernet address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Mac([u8; 6]);
 
 /// An address that a NIC can't have.
@@ -312,6 +357,30 @@ impl fmt::Display for Mac {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn vlan_and_filter_are_for_nics_on_bridges() {
+        let checked = |attachment, vlan| {
+            let mut found = Violations::default();
+            let nic = v1::NicSpec {
+                attachment: Some(attachment),
+                vlan,
+                mac_filter: true,
+                ..v1::NicSpec::default()
+            };
+            (on_bridge(&mut found, "nic", &nic), found.to_string())
+        };
+        let bridge = || v1::nic_spec::Attachment::Bridge("br0".into());
+        let none = String::new;
+        assert_eq!(checked(bridge(), 4094), ((Some(4094), true), none()));
+        assert_eq!(checked(bridge(), 0), ((None, true), none()));
+        let (_, said) = checked(bridge(), 4095);
+        assert!(said.contains("nic.vlan: must be 1 to 4094, is 4095"), "{said}");
+        let (_, said) = checked(v1::nic_spec::Attachment::Network("lan".into()), 5);
+        for field in ["nic.vlan: is for", "nic.macFilter: is for"] {
+            assert!(said.contains(field), "{said}");
+        }
+    }
 
     fn validated(port: v1::PublishedPort) -> Result<Vec<String>, String> {
         let mut found = Violations::default();

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::Ipv4Addr,
     path::{Component, Path, PathBuf},
 };
 
@@ -18,7 +17,7 @@ use super::{
     firewall::Firewall,
     metadata::Metadata,
     name::Name,
-    nic::{self, Mac, NicSwitches, PublishedPort},
+    nic::{self, Mac, NicAddress, NicSwitches, PublishedPort},
     pod::{self, PodUid},
     policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
     probe::Probes,
@@ -236,6 +235,10 @@ pub struct Nic {
     pub transmit_limit: Option<RateLimit>,
     /// The kernel carries packets (vhost-net).
     pub vhost: bool,
+    /// VLAN on its bridge, one of [`VLANS`](nic::VLANS); that of the bridge for new ports when there is none.
+    pub vlan: Option<u16>,
+    /// Frames of the guest with another source MAC address than the NIC's are dropped, on a bridge of an operator.
+    pub mac_filter: bool,
     /// Position in the boot order.
     pub boot_order: Option<BootOrder>,
 }
@@ -260,7 +263,7 @@ pub enum Attachment {
         /// Its name.
         name: Name,
         /// The address there; one that is free when there is none.
-        address: Option<Ipv4Addr>,
+        address: Option<NicAddress>,
         /// Ports of the node that lead to the NIC's.
         ports: Vec<PublishedPort>,
         /// Which connections the guest may have.
@@ -757,6 +760,7 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
     let mtu = nic::mtu(found, field, nic.mtu);
     let without = NicSwitches::new(found, field, &nic.disabled_offloads);
     let vhost = nic::vhost(found, field, nic.backend);
+    let (vlan, mac_filter) = nic::on_bridge(found, field, nic);
     let boot_order = BootOrder::new(found, field, nic.boot_order);
     Some(Nic {
         name: name?,
@@ -769,6 +773,8 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
         receive_limit,
         transmit_limit,
         vhost,
+        vlan,
+        mac_filter,
         boot_order,
     })
 }

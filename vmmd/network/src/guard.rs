@@ -23,6 +23,10 @@ pub struct Guard {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TapGuard(pub u32);
 
+/// Condition for frames from a guest: this source MAC address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MacFilter(pub [u8; 6]);
+
 /// Attributes of the classifier "bpf" (linux/pkt_cls.h), and the flag that makes the program's result
 /// the verdict.
 const TCA_BPF_OPS_LEN: u16 = 4;
@@ -49,6 +53,8 @@ const ETHER_TYPE: u32 = 12;
 const IPV4: u32 = 0x0800;
 const ARP: u32 = 0x0806;
 const IPV6: u32 = 0x86dd;
+/// Place of the source MAC address in a frame.
+const SOURCE: u32 = 6;
 /// Places of the destination addresses in a frame.
 const DESTINATION4: u32 = 14 + 16;
 const DESTINATION6: u32 = 14 + 24;
@@ -135,6 +141,23 @@ impl TapGuard {
             (EQUAL, PACKET_HOST, Pass, Next),
             (LOAD, MARK, Next, Next),
             (HAS_BITS, self.0, Pass, Drop),
+        ]
+    }
+}
+
+impl MacFilter {
+    /// The filter for packets that an interface receives.
+    pub fn filter(self, index: i32) -> TcMessage {
+        filter(index, TcHandle::MIN_INGRESS, &self.steps())
+    }
+
+    fn steps(self) -> Vec<Step> {
+        let [a, b, c, d, e, f] = self.0;
+        vec![
+            (LOAD, SOURCE, Next, Next),
+            (EQUAL, u32::from_be_bytes([a, b, c, d]), Next, Drop),
+            (LOAD_HALF, SOURCE + 4, Next, Next),
+            (EQUAL, u32::from_be_bytes([0, 0, e, f]), Pass, Drop),
         ]
     }
 }
@@ -255,6 +278,19 @@ mod tests {
         for (kind, passes) in [(0, true), (1, false), (2, false), (3, false)] {
             assert_eq!(run(&steps, (1, kind), &[]), passes, "{kind}");
             assert!(run(&steps, (BIT | 1, kind), &[]), "{kind}");
+        }
+    }
+
+    #[test]
+    fn filter_of_a_mac_address_drops_frames_of_all_others() {
+        let own = [0x52, 0x54, 0, 0, 0x12, 0x34];
+        let steps = MacFilter(own).steps();
+        let passes = |source: &[u8]| run(&steps, (0, 3), &frame(IPV4, SOURCE, source));
+        assert!(passes(&own));
+        for place in 0..6 {
+            let mut other = own;
+            other[place] ^= 1;
+            assert!(!passes(&other), "{place}");
         }
     }
 

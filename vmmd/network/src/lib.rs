@@ -32,7 +32,7 @@ use vmmd_spec::{
     vm::{Attachment, Nic},
 };
 
-use guard::TapGuard;
+use guard::{MacFilter, TapGuard};
 pub use link::{Link, Links};
 pub use managed::{NetworkKind, Networks, PERIOD, Request as Lease, SeenNetwork, describe};
 pub use pod::{PodNetwork, Resolver, close_pod, serve_pods};
@@ -103,22 +103,25 @@ pub async fn open_tap(
             ports,
             firewall,
         } => {
+            let address = host
+                .networks
+                .wanted(network.as_str(), &nic.name, address.as_ref())?;
             let request = managed::Request {
                 vm: (vm, name),
                 nic: nic.name.as_str(),
                 tap: tap.clone(),
                 mac,
-                address: *address,
+                address,
                 ports,
                 firewall,
                 plugged,
             };
             let bridge = host.networks.lease(host, network.as_str(), &request).await?;
-            on_bridge(links, tap, name, index, (&bridge, nic.queues, true), mac).await
+            on_bridge(links, tap, name, index, (&bridge, nic, true), mac).await
         }
         Attachment::Bridge(bridge) => {
             refuse_networks_bridge(host, index, bridge)?;
-            on_bridge(links, tap, name, index, (bridge, nic.queues, false), mac).await
+            on_bridge(links, tap, name, index, (bridge, nic, false), mac).await
         }
         Attachment::Tap(tap) => existing(links, nic, tap, mac).await,
         Attachment::PodNetwork { interface } => {
@@ -164,12 +167,13 @@ pub async fn look(
             ports,
             firewall,
         } => {
+            let address = host.networks.wanted(name.as_str(), &nic.name, address.as_ref())?;
             let request = managed::Request {
                 vm,
                 nic: nic.name.as_str(),
                 tap: String::new(),
                 mac,
-                address: *address,
+                address,
                 ports,
                 firewall,
                 plugged: false,
@@ -178,7 +182,8 @@ pub async fn look(
         }
         Attachment::Bridge(name) => {
             refuse_networks_bridge(host, index, name)?;
-            bridge(links, index, name).await.map(drop)
+            let link = bridge(links, index, name).await?;
+            vlan_of(index, name, &link, nic).map(drop)
         }
         Attachment::Tap(name) => tap(links, nic, name).await.map(drop),
         // The pod's launcher may connect later.
@@ -211,6 +216,18 @@ async fn bridge(links: &Links, index: usize, bridge: &str) -> Result<Link, Failu
     Ok(link)
 }
 
+/// The VLAN of a NIC on this bridge. Refused when the bridge does not filter VLANs.
+fn vlan_of(index: usize, bridge: &str, link: &Link, nic: &Nic) -> Result<Option<u16>, Failure> {
+    if nic.vlan.is_some() && !link.filters_vlans {
+        let message = format!(
+            "spec.nics[{index}].vlan: the bridge \"{bridge}\" does not filter VLANs: run `ip link set {bridge} type bridge \
+             vlan_filtering 1`"
+        );
+        return Err(Failure::precondition("BRIDGE_WITHOUT_VLANS", message));
+    }
+    Ok(nic.vlan)
+}
+
 async fn tap(links: &Links, nic: &Nic, tap: &str) -> Result<Link, Failure> {
     let found = links.find(tap).await.map_err(|error| failed(&error))?;
     let link = found.ok_or_else(|| {
@@ -231,11 +248,12 @@ async fn on_bridge(
     tap: String,
     vm_name: &str,
     index: usize,
-    (bridge, queues, guarded): (&str, u16, bool),
+    (bridge, nic, guarded): (&str, &Nic, bool),
     mac: Mac,
 ) -> Result<Tap, Failure> {
     let bridge_link = self::bridge(links, index, bridge).await?;
-    let queues = open_queues(&tap, queues)?.map_err(|error| {
+    let vlan = vlan_of(index, bridge, &bridge_link, nic)?;
+    let queues = open_queues(&tap, nic.queues)?.map_err(|error| {
         Failure::internal(format!("make the tap device \"{tap}\": {}", text::words(&error)))
     })?;
     let device = interface_index(&tap)
@@ -245,9 +263,20 @@ async fn on_bridge(
         // The network has a warning: its bridge has no guard either.
         tracing::debug!(%error, tap, "guard a tap");
     }
+    if nic.mac_filter {
+        let filtered = links.filter_mac(device, MacFilter(mac.octets())).await;
+        filtered.map_err(|error| {
+            let message = format!(
+                "spec.nics[{index}].macFilter: the node can't filter frames ({}): load the kernel's modules sch_ingress and cls_bpf \
+                 (package linux-modules-extra in some distributions)",
+                text::words(&error)
+            );
+            Failure::precondition("MAC_FILTER_UNAVAILABLE", message)
+        })?;
+    }
     let alias = format!("vmmd: {vm_name}");
     links
-        .join_bridge(device, &bridge_link, host_mac(mac), alias)
+        .join_bridge(device, (&bridge_link, vlan), host_mac(mac), alias)
         .await
         .map_err(|error| failed(&error))?;
     Ok(Tap {

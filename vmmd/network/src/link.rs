@@ -12,9 +12,12 @@ use rtnetlink::{
         NLM_F_ACK, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload, Nla as _,
     },
     packet_route::{
-        RouteNetlinkMessage,
+        AddressFamily, RouteNetlinkMessage,
         address::{AddressAttribute, AddressHeaderFlags, AddressMessage},
-        link::{InfoData, InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
+        link::{
+            AfSpecBridge, BridgeVlanInfo, BridgeVlanInfoFlags, InfoBridge, InfoData, InfoKind, LinkAttribute,
+            LinkFlags, LinkInfo, LinkMessage,
+        },
         route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteType},
         tc::{TcAttribute, TcHandle, TcMessage},
     },
@@ -24,7 +27,7 @@ use tokio_stream::StreamExt;
 use vmmd_host::fault;
 
 use super::{
-    guard::{Guard, TapGuard},
+    guard::{Guard, MacFilter, TapGuard},
     managed::{BridgeFacts, BridgeSpec},
 };
 
@@ -54,6 +57,10 @@ pub struct Link {
     pub mtu: u32,
     /// Interface index of the bridge that it is a port of; 0 when it is of none.
     pub bridge: u32,
+    /// The bridge filters VLANs.
+    pub filters_vlans: bool,
+    /// VLAN of new ports of the bridge; 0 for none.
+    pub default_vlan: u16,
 }
 
 /// Counters of an interface since its creation, from the node's point of view.
@@ -319,6 +326,20 @@ impl Links {
     pub async fn guard_tap(&self, tap: u32, guard: TapGuard) -> io::Result<()> {
         let index = i32::try_from(tap).map_err(io::Error::other)?;
         fault::step("guard a tap");
+        self.add_clsact(index).await?;
+        self.classify(guard.filter(index)).await
+    }
+
+    /// Drops frames from a guest with another source MAC address.
+    pub async fn filter_mac(&self, tap: u32, filter: MacFilter) -> io::Result<()> {
+        let index = i32::try_from(tap).map_err(io::Error::other)?;
+        fault::step("filter a tap");
+        self.add_clsact(index).await?;
+        self.classify(filter.filter(index)).await
+    }
+
+    /// Gives an interface a place for filters of both directions, unless it has one.
+    async fn add_clsact(&self, index: i32) -> io::Result<()> {
         let mut qdisc = TcMessage::with_index(index);
         qdisc.header.handle = TcHandle {
             major: u16::MAX,
@@ -329,10 +350,9 @@ impl Links {
         let mut made = NetlinkMessage::from(RouteNetlinkMessage::NewQueueDiscipline(qdisc));
         made.header.flags = NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL;
         match self.ask(made).await {
-            Err(error) if error.raw_os_error() != Some(libc::EEXIST) => return Err(error),
-            _ => {}
+            Err(error) if error.raw_os_error() != Some(libc::EEXIST) => Err(error),
+            _ => Ok(()),
         }
-        self.classify(guard.filter(index)).await
     }
 
     /// Makes a filter, or replaces it.
@@ -403,11 +423,12 @@ impl Links {
         self.handle.link().del(index).execute().await.map_err(into_io)
     }
 
-    /// Makes the interface `device` a port of `bridge`, with the bridge's MTU, and up.
+    /// Makes the interface `device` a port of `bridge`, with the bridge's MTU, and up. With a `vlan` it is a port of this VLAN alone,
+    /// for untagged frames.
     pub async fn join_bridge(
         &self,
         device: u32,
-        bridge: &Link,
+        (bridge, vlan): (&Link, Option<u16>),
         address: [u8; 6],
         alias: String,
     ) -> io::Result<()> {
@@ -415,12 +436,45 @@ impl Links {
             .address(address.to_vec())
             .mtu(bridge.mtu)
             .alias(alias)
-            .controller(bridge.index)
-            .up()
-            .build();
+            .controller(bridge.index);
+        let message = match vlan {
+            None => message.up(),
+            // No frame of the bridge's default VLAN reaches the guest.
+            Some(_) => message,
+        };
         fault::step("make a tap a port of its bridge");
-        self.handle.link().set(message).execute().await.map_err(into_io)
+        let joined = self.handle.link().set(message.build()).execute().await;
+        joined.map_err(into_io)?;
+        let Some(vlan) = vlan else {
+            return Ok(());
+        };
+        fault::step("give a tap its VLAN");
+        let flags = BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged;
+        self.change_vlan(RouteNetlinkMessage::SetLink(port_vlan(device, vlan, flags)))
+            .await?;
+        if ![0, vlan].contains(&bridge.default_vlan) {
+            let none = BridgeVlanInfoFlags::empty();
+            let default = port_vlan(device, bridge.default_vlan, none);
+            self.change_vlan(RouteNetlinkMessage::DelLink(default)).await?;
+        }
+        self.set_up(device, bridge.mtu).await
     }
+
+    async fn change_vlan(&self, message: RouteNetlinkMessage) -> io::Result<()> {
+        let mut message = NetlinkMessage::from(message);
+        message.header.flags = NLM_F_REQUEST | NLM_F_ACK;
+        self.ask(message).await
+    }
+}
+
+/// A VLAN of a port of a bridge.
+fn port_vlan(device: u32, vid: u16, flags: BridgeVlanInfoFlags) -> LinkMessage {
+    let mut message = LinkMessage::default();
+    message.header.interface_family = AddressFamily::Bridge;
+    message.header.index = device;
+    let vlan = AfSpecBridge::VlanInfo(BridgeVlanInfo { flags, vid });
+    message.attributes = vec![LinkAttribute::AfSpecBridge(vec![vlan])];
+    message
 }
 
 /// Name of an interface.
@@ -439,6 +493,8 @@ fn describe(message: &LinkMessage) -> Link {
         queues: 0,
         mtu: 1500,
         bridge: 0,
+        filters_vlans: false,
+        default_vlan: 0,
     };
     for attribute in &message.attributes {
         match attribute {
@@ -448,11 +504,25 @@ fn describe(message: &LinkMessage) -> Link {
                 link.is_bridge |= infos.contains(&LinkInfo::Kind(InfoKind::Bridge));
                 link.is_macvtap |= infos.contains(&LinkInfo::Kind(InfoKind::MacVtap));
                 link.queues = infos.iter().map(opened).sum();
+                for fact in infos.iter().flat_map(bridge_facts) {
+                    match fact {
+                        InfoBridge::VlanFiltering(filters) => link.filters_vlans = *filters,
+                        InfoBridge::VlanDefaultPvid(vlan) => link.default_vlan = *vlan,
+                        _ => {}
+                    }
+                }
             }
             _ => {}
         }
     }
     link
+}
+
+fn bridge_facts(info: &LinkInfo) -> &[InfoBridge] {
+    match info {
+        LinkInfo::Data(InfoData::Bridge(facts)) => facts,
+        _ => &[],
+    }
 }
 
 /// Number of open queues of a tap, including queues that are disabled at present (if_link.h:

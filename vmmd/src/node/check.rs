@@ -296,7 +296,7 @@ fn twice(spec: &VmSpec, left_out: impl Fn(&Nic) -> bool) -> Vec<Problem> {
         else {
             continue;
         };
-        let address = address.map(|address| {
+        let address = address.as_ref().map(|address| {
             let what = format!("the address {address} of the network \"{name}\"");
             (what, "ADDRESS_IN_USE", "address")
         });

@@ -21,9 +21,19 @@ impl LeaseRecord {
         self.released_ms == 0 || now_ms.abs_diff(self.released_ms) < LEASE_RETENTION_MS
     }
 
-    /// Whether it is that NIC's.
+    /// Whether it is that NIC's: a declined address that was replaced is no NIC's.
     pub fn is_of(&self, vm: &[u8], nic: &str) -> bool {
-        self.vm == vm && self.nic == nic
+        self.vm == vm && self.nic == nic && !self.is_replaced()
+    }
+
+    /// Whether the guest has declined the address, and another one has replaced it.
+    pub fn is_replaced(&self) -> bool {
+        self.declined_ms != 0 && self.released_ms != 0
+    }
+
+    /// Whether the guest has declined an address of the lease lately.
+    pub fn is_declined(&self, now_ms: u64) -> bool {
+        self.declined_ms != 0 && now_ms.abs_diff(self.declined_ms) < LEASE_RETENTION_MS
     }
 
     /// The NIC's MAC address.

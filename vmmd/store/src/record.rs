@@ -738,6 +738,10 @@ pub struct LeaseRecord {
     /// Which connections its guest may have; all when there is none.
     #[prost(message, optional, tag = "9")]
     pub firewall: Option<vmmd_api::v1::NicFirewall>,
+    /// Time at which the guest last declined an address of the lease, in milliseconds of Unix time; 0 when it has not. A declined lease
+    /// with a release time is of no NIC: another lease has replaced it.
+    #[prost(uint64, tag = "10")]
+    pub declined_ms: u64,
 }
 
 /// A port of the node that leads to a guest.

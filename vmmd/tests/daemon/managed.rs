@@ -1,11 +1,13 @@
 //! Networks that the daemon makes, in a network namespace of the test's own.
 
 mod changes;
+mod dhcp;
 pub mod guest;
 mod helpers;
 mod ipv6;
 mod packets;
 mod probes;
+mod reserved;
 mod steps;
 
 use std::{

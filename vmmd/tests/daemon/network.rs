@@ -17,6 +17,74 @@ pub fn nic(name: &str, attachment: Attachment) -> NicSpec {
     }
 }
 
+/// The manifest of a VM with a NIC on `br0`.
+fn on_bridge(daemon: &Daemon, nic: NicSpec) -> vmmd_api::v1::Vm {
+    daemon.manifest_with("web", "", |spec| {
+        spec.nics = vec![NicSpec {
+            name: "eth0".into(),
+            attachment: Some(Attachment::Bridge("br0".into())),
+            ..nic
+        }];
+    })
+}
+
+#[tokio::test]
+async fn nic_on_a_bridge_has_a_filter_of_its_mac_address() {
+    let network = Namespace::new();
+    network.ip("link add br0 type bridge");
+    let daemon = Daemon::in_network(&network.0).await;
+    let filtered = NicSpec {
+        mac_filter: true,
+        ..NicSpec::default()
+    };
+    daemon.create(on_bridge(&daemon, filtered)).await.unwrap();
+    let running = daemon.start_vm("web").await.unwrap();
+    let tap = &status(&running).nics[0].tap;
+    let filters = network.run(&format!("tc filter show dev {tap} ingress"));
+    assert!(filters.contains("bpf"), "{filters}");
+}
+
+#[tokio::test]
+async fn nic_on_a_bridge_is_in_its_vlan_alone() {
+    let network = Namespace::new();
+    network.ip("link add br0 type bridge");
+    network.ip("link set br0 up");
+    let daemon = Daemon::in_network(&network.0).await;
+    let in_vlan = || NicSpec {
+        vlan: 20,
+        ..NicSpec::default()
+    };
+    let refused = daemon.create(on_bridge(&daemon, in_vlan())).await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "BRIDGE_WITHOUT_VLANS");
+    let filters = std::process::Command::new("ip")
+        .args([
+            "-n",
+            &network.0,
+            "link",
+            "set",
+            "br0",
+            "type",
+            "bridge",
+            "vlan_filtering",
+            "1",
+        ])
+        .status()
+        .unwrap();
+    if !filters.success() {
+        eprintln!("the node's kernel filters no VLANs");
+        return;
+    }
+    daemon.create(on_bridge(&daemon, in_vlan())).await.unwrap();
+    let running = daemon.start_vm("web").await.unwrap();
+    let tap = &status(&running).nics[0].tap;
+    let shown = network.run(&format!("bridge -j vlan show dev {tap}"));
+    let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+    let expected = serde_json::json!([{"vlan": 20, "flags": ["PVID", "Egress Untagged"]}]);
+    assert_eq!(shown[0]["vlans"], expected);
+    let link = network.run(&format!("ip -o link show {tap}"));
+    assert!(link.contains(",UP"), "{link}");
+}
+
 #[tokio::test]
 async fn a_nic_comes_and_goes_while_the_vm_runs_also_over_a_kill() {
     let network = Namespace::new();

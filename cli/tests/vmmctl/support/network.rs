@@ -126,6 +126,11 @@ impl NetworkService for State {
             match path.as_str() {
                 "spec.mode" => to.mode = from.mode,
                 "spec.dns_servers" => to.dns_servers = from.dns_servers,
+                "spec.routes" => to.routes = from.routes,
+                "spec.dhcp_options" => to.dhcp_options = from.dhcp_options,
+                "spec.domain" => to.domain = from.domain,
+                "spec.dns_records" => to.dns_records = from.dns_records,
+                "spec.reservations" => to.reservations = from.reservations,
                 "metadata.labels" => metadata(network).labels = metadata(&mut wanted).labels.clone(),
                 other => panic!("{other} is not changed in these tests"),
             }

@@ -27,7 +27,7 @@ use rustix::{
 /// Number of the first passed descriptor in the child.
 pub const FIRST_FD: usize = 3;
 /// Most descriptors that can be passed.
-pub const MAX_FDS: usize = 8;
+pub const MAX_FDS: usize = 9;
 /// All descriptors are moved above this number before they get their own, so that none is overwritten by another.
 const PARKED: RawFd = 64;
 

@@ -37,7 +37,9 @@ pub fn describe(seen: &SeenNetwork) -> v1::Network {
                 .and_then(|spec| spec.subnet)
                 .map(|subnet| subnet.gateway.to_string())
                 .unwrap_or_default(),
-            leases: leases.map(|lease| describe_lease(lease, net6)).collect(),
+            leases: leases
+                .map(|lease| describe_lease(lease, (spec.as_ref(), net6), now))
+                .collect(),
             available_addresses: spec
                 .as_ref()
                 .map_or(0, |spec| pool::available(spec, &record.leases, now)),
@@ -48,7 +50,13 @@ pub fn describe(seen: &SeenNetwork) -> v1::Network {
     }
 }
 
-fn describe_lease(lease: &LeaseRecord, net6: Option<Ipv6Net>) -> v1::NetworkLease {
+fn describe_lease(
+    lease: &LeaseRecord,
+    (spec, net6): (Option<&NetworkSpec>, Option<Ipv6Net>),
+    now: u64,
+) -> v1::NetworkLease {
+    let mut reservations = spec.iter().flat_map(|spec| &spec.reservations);
+    let reservation = reservations.find(|reservation| Some(reservation.address) == lease.ip());
     let mac = lease.mac();
     let address6 = net6.zip(mac).map(|(net, mac)| net.of(mac));
     v1::NetworkLease {
@@ -59,6 +67,13 @@ fn describe_lease(lease: &LeaseRecord, net6: Option<Ipv6Net>) -> v1::NetworkLeas
         nic: lease.nic.clone(),
         release_time: (lease.released_ms != 0)
             .then(|| text::timestamp(lease.released_ms))
+            .flatten(),
+        reservation: reservation
+            .map(|reservation| reservation.name.to_string())
+            .unwrap_or_default(),
+        declined_time: lease
+            .is_declined(now)
+            .then(|| text::timestamp(lease.declined_ms))
             .flatten(),
     }
 }
@@ -76,6 +91,14 @@ pub fn refused(network: &str, spec: &NetworkSpec, request: &Request<'_>, refusal
                 "NIC \"{nic}\": {address} is no address for a VM in the network \"{network}\" ({addresses})"
             );
             Failure::precondition("ADDRESS_NOT_IN_NETWORK", message)
+        }
+        Refusal::Taken(address, lease) if lease.is_replaced() => {
+            let message = format!(
+                "NIC \"{nic}\": another host of the network uses the address {address}, which NIC \"{}\" of VM \"{}\" declined: choose \
+                 another one, or try again ten minutes later",
+                lease.nic, lease.vm_name
+            );
+            Failure::precondition("ADDRESS_IN_USE", message)
         }
         Refusal::Taken(address, lease) => {
             let had = if lease.released_ms == 0 {

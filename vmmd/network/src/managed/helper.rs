@@ -23,13 +23,18 @@ use std::{
     time::Duration,
 };
 
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::{
+    fs::{CWD, FileType, Mode, OFlags, mknodat},
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::{
+    net::unix::pipe,
     sync::Notify,
     time::{Instant, sleep},
 };
+use uuid::Uuid;
 use vmmd_host::{
     cgroup, fault,
     ledger::{Claim, Ledger},
@@ -37,7 +42,11 @@ use vmmd_host::{
     sys::clone::{self, Child, Network, Program},
 };
 
-use crate::netd::{Table, open_dhcp6, open_routers, server::TABLE};
+use crate::netd::{
+    Table, open_dhcp6, open_routers,
+    report::{self, Declined},
+    server::TABLE,
+};
 
 /// Ports of DHCP and DNS servers.
 const DHCP: u16 = 67;
@@ -67,6 +76,11 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 const SOON: Duration = Duration::from_secs(10);
 /// A helper that has lived so long works.
 const STEADY: Duration = Duration::from_secs(60);
+
+/// Least time between two reads of a helper's reports: a helper that a guest has taken over must not keep the daemon busy.
+const REPORT_PAUSE: Duration = Duration::from_secs(1);
+/// Most reports that wait for the daemon: more are lost.
+const REPORTS: usize = 1024;
 
 /// A helper that was started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -114,12 +128,42 @@ pub struct Ends {
     due: Notify,
     /// The pause after the last end, by folder.
     pauses: Mutex<BTreeMap<PathBuf, Duration>>,
+    /// Reports that wait for the daemon.
+    reports: Mutex<Vec<Report>>,
+    reported: Notify,
+}
+
+/// A report of the helper of a network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// UUID of the network.
+    pub network: Uuid,
+    /// As hostile as a guest.
+    pub declined: Declined,
 }
 
 impl Ends {
     /// Waits until another helper is to be started.
     pub async fn due(&self) {
         self.due.notified().await;
+    }
+
+    /// Waits for reports of helpers.
+    pub async fn reports(&self) -> Vec<Report> {
+        loop {
+            let reports = std::mem::take(&mut *self.reports.lock().unwrap_or_else(PoisonError::into_inner));
+            if !reports.is_empty() {
+                return reports;
+            }
+            self.reported.notified().await;
+        }
+    }
+
+    fn report(&self, network: Uuid, declined: Vec<Declined>) {
+        let mut reports = self.reports.lock().unwrap_or_else(PoisonError::into_inner);
+        reports.extend(declined.into_iter().map(|declined| Report { network, declined }));
+        reports.truncate(REPORTS);
+        self.reported.notify_one();
     }
 
     /// The pause after the end of a helper that has lived so long.
@@ -272,7 +316,53 @@ pub fn watch_adopted(networks: &Path, ends: &Arc<Ends>) -> io::Result<()> {
 /// Holds `claim` until the helper has ended, and notifies `ends` then.
 fn watch(process: Process, folder: &Path, ends: Arc<Ends>, claim: Option<Claim>) {
     let folder = folder.to_owned();
-    tokio::spawn(async move { follow(process, &folder, &ends, claim, sleep).await });
+    let reports = open_pipe(&folder);
+    tokio::spawn(async move {
+        tokio::select! {
+            () = follow(process, &folder, &ends, claim, sleep) => {}
+            () = hear(reports, &folder, &ends) => {}
+        }
+    });
+}
+
+/// Makes the pipe for the reports of a new helper. The pipe of an earlier one belongs to that helper alone.
+fn make_pipe(path: &Path) -> io::Result<OwnedFd> {
+    fault::step("make a helper's pipe");
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mode = Mode::RUSR | Mode::WUSR;
+    mknodat(CWD, path, FileType::Fifo, mode, 0)?;
+    let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(path, flags, Mode::empty())?)
+}
+
+/// The reports of a helper; none of one that an older daemon started.
+fn open_pipe(folder: &Path) -> io::Result<pipe::Receiver> {
+    // Also open for writing: the end of the helper is no end of the pipe.
+    let path = folder.join(report::PIPE);
+    pipe::OpenOptions::new().read_write(true).open_receiver(path)
+}
+
+/// Hands on the reports of the helper with this folder. Never ends.
+async fn hear(pipe: io::Result<pipe::Receiver>, folder: &Path, ends: &Ends) {
+    let network = folder
+        .file_name()
+        .and_then(|name| Uuid::parse_str(name.to_str()?).ok());
+    let (mut text, mut chunk) = (Vec::new(), [0; 1024]);
+    if let (Ok(pipe), Some(network)) = (pipe, network) {
+        while pipe.readable().await.is_ok() {
+            match pipe.try_read(&mut chunk) {
+                Ok(length) => text.extend(chunk.get(..length).unwrap_or_default()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                Err(_) => break,
+            }
+            ends.report(network, report::take(&mut text));
+            sleep(REPORT_PAUSE).await;
+        }
+    }
+    std::future::pending().await
 }
 
 /// After the end of a helper and a pause another one is due, if the folder still names the one that has ended.
@@ -311,6 +401,7 @@ fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::
         sockets.extend([open_routers(ipv6)?, open_dhcp6(ipv6)?]);
     }
     let folder = File::open(served.folder)?;
+    let pipe = make_pipe(&served.folder.join(report::PIPE))?;
     let group = parent.map(|parent| group(parent, served.helpers)).and_then(|group| {
         let failed = |error: &io::Error| {
             tracing::warn!(%error, network = name, "the helper of a network stays in the daemon's cgroup");
@@ -319,7 +410,7 @@ fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::
     });
     let arguments = [PROGRAM.as_bytes(), served.folder.as_os_str().as_bytes()].into_iter();
     let arguments: Vec<_> = arguments.flat_map(CString::new).collect();
-    let mut fds = vec![folder.as_fd()];
+    let mut fds = vec![folder.as_fd(), pipe.as_fd()];
     fds.extend(sockets.iter().map(Socket::as_fd));
     fault::step("start a helper");
     clone::spawn(&Program {

@@ -8,7 +8,7 @@ use vmmd_host::{failure::Failure, text};
 use vmmd_objects::registry::Kind as _;
 use vmmd_spec::{
     firewall::Firewall,
-    network::NetworkMode,
+    network::{NetworkMode, NetworkSpec, reservation::Reservation},
     nic::{PublishedPort, port_range},
 };
 use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
@@ -64,14 +64,12 @@ impl Networks {
         let spec = spec_of(record).ok_or_else(|| NetworkKind::not_found(network))?;
         let owner = (request.vm.0.as_bytes().as_slice(), request.nic);
         let keeps = |lease: &LeaseRecord| keeps(request, lease);
-        let address = pool::allocate(
-            &spec,
-            &record.leases,
-            owner,
-            (request.address, keeps),
-            text::now_ms(),
-        )
-        .map_err(|refusal| refused(network, &spec, request, &refusal))?;
+        let mut reservations = spec.reservations.iter();
+        let own = reservations.find(|reservation| reservation.mac == Some(request.mac));
+        let wanted = request.address.or(own.map(|reservation| reservation.address));
+        not_reserved_for_another(&spec, record, request, wanted)?;
+        let address = pool::allocate(&spec, &record.leases, owner, (wanted, keeps), text::now_ms())
+            .map_err(|refusal| refused(network, &spec, request, &refusal))?;
         if spec.mode != NetworkMode::Nat && !request.ports.is_empty() {
             let message = format!(
                 "NIC \"{}\": the network \"{network}\" has not the mode NAT, so ports can't be published",
@@ -114,6 +112,7 @@ impl Networks {
             ports: request.ports.iter().map(PortRecord::from).collect(),
             released_ms: 0,
             firewall: (!request.firewall.is_open()).then(|| request.firewall.into()),
+            declined_ms: 0,
         };
         let taken = |other: &LeaseRecord| {
             other.is_of(vm, request.nic) || address.is_some() && other.address == lease.address
@@ -259,6 +258,31 @@ impl Networks {
 /// other leases of this VM are out of date, except of NICs that its machine has.
 fn keeps(request: &Request<'_>, lease: &LeaseRecord) -> bool {
     lease.vm != request.vm.0.as_bytes() || (request.plugged && lease.released_ms == 0)
+}
+
+/// Refuses an address that is reserved for another MAC address, unless the NIC has it already.
+fn not_reserved_for_another(
+    spec: &NetworkSpec,
+    record: &NetworkRecord,
+    request: &Request<'_>,
+    address: Option<Ipv4Addr>,
+) -> Result<(), Failure> {
+    let is_other = |reservation: &&Reservation| {
+        Some(reservation.address) == address && reservation.mac.is_some_and(|mac| mac != request.mac)
+    };
+    let (vm, nic) = (request.vm.0.as_bytes(), request.nic);
+    let has = |lease: &LeaseRecord| lease.is_of(vm, nic) && lease.ip() == address;
+    match spec.reservations.iter().find(is_other) {
+        Some(reservation) if !record.leases.iter().any(has) => {
+            let message = format!(
+                "NIC \"{nic}\": the address {} of the network \"{}\" is reserved for another MAC address (\"{}\"): choose another \
+                 address, or give the NIC that MAC address",
+                reservation.address, record.name, reservation.name
+            );
+            Err(Failure::precondition("ADDRESS_RESERVED", message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Refuses ports that the node's configuration does not allow. `allowed` are ports and ranges; all when it is empty.

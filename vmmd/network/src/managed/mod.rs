@@ -12,6 +12,7 @@
 //! A NIC's address is a *lease* in the network's record; [`pool`] assigns addresses.
 
 mod conntrack;
+mod decline;
 mod describe;
 mod filter;
 mod firewall;
@@ -42,8 +43,9 @@ use vmmd_api::v1;
 use vmmd_spec::{
     Violations,
     firewall::Firewall,
+    name::Name,
     network::{LEAST_MTU_OF_IPV6, MTUS, NetworkMode, NetworkSpec, NewNetwork, Subnet},
-    nic::{Mac, PublishedPort},
+    nic::{Mac, NicAddress, PublishedPort},
 };
 
 pub use self::{
@@ -246,6 +248,33 @@ impl Networks {
     pub fn get(&self, name: &str) -> Result<v1::Network, Failure> {
         let seen = self.registry.see(name)?;
         Ok(describe(&seen))
+    }
+
+    /// The IPv4 address that the spec of a NIC gives. Refused as `RESERVATION_NOT_FOUND` when the network has no reservation of the
+    /// given name.
+    pub fn wanted(
+        &self,
+        network: &str,
+        nic: &Name,
+        address: Option<&NicAddress>,
+    ) -> Result<Option<Ipv4Addr>, Failure> {
+        let name = match address {
+            None => return Ok(None),
+            Some(NicAddress::Ip(address)) => return Ok(Some(*address)),
+            Some(NicAddress::Reserved(name)) => name,
+        };
+        let spec = spec_of(&self.find(network)?);
+        let mut reservations = spec.iter().flat_map(|spec| &spec.reservations);
+        match reservations.find(|reservation| reservation.name == *name) {
+            Some(reservation) => Ok(Some(reservation.address)),
+            None => {
+                let message = format!(
+                    "NIC \"{nic}\": the network \"{network}\" has no reservation \"{name}\": add it with `vmmctl update network \
+                     {network} --reserve {name}=ADDRESS`, or give an address"
+                );
+                Err(Failure::precondition("RESERVATION_NOT_FOUND", message))
+            }
+        }
     }
 
     /// The IPv4 address of a VM's NIC, if it has one.

@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     io,
-    net::IpAddr,
+    net::{IpAddr, Ipv4Addr},
     sync::PoisonError,
     time::Duration,
 };
@@ -15,14 +15,17 @@ use vmmd_objects::event::{Draft, Object};
 use vmmd_spec::{
     Violations,
     firewall::Firewall,
-    network::{Ipv6Net, NetworkMode, Subnet},
+    network::{
+        Ipv6Net, NetworkMode, Subnet,
+        dhcp::{DhcpOption, Route},
+    },
     nic::Mac,
 };
 use vmmd_store::store_failure;
 use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
 use super::{
-    Links, NetworkState, Networks, Ports, bridge,
+    Links, NetworkState, Networks, Ports, bridge, decline,
     describe::{failed, tell},
     filter::Filter,
     folder,
@@ -399,10 +402,9 @@ fn warning(record: &NetworkRecord, unguarded: Option<&io::Error>, obstacles: &[O
         )
     });
     let obstacles = neighbors::warning(obstacles, is_isolated, families);
-    let all: Vec<_> = guard
-        .into_iter()
-        .chain(Some(obstacles).filter(|text| !text.is_empty()))
-        .collect();
+    let declined = decline::warning(record, text::now_ms());
+    let others = [obstacles, declined].into_iter().filter(|text| !text.is_empty());
+    let all: Vec<_> = guard.into_iter().chain(others).collect();
     all.join("; ")
 }
 
@@ -641,11 +643,19 @@ fn table(
     Table {
         network: record.name.clone(),
         search: Vec::new(),
+        domain: spec.domain.clone().unwrap_or_default(),
+        records: records(spec, &record.name),
         routes: spec.mode != NetworkMode::Isolated,
         ipv4: spec.subnet.map(|Subnet { net, gateway }| netd::Ipv4 {
             gateway,
             mask: net.mask(),
             broadcast: net.last(),
+            routes: spec
+                .routes
+                .iter()
+                .filter_map(|route| route4(route, gateway))
+                .collect(),
+            options: options(&spec.dhcp_options),
         }),
         mtu: spec.mtu,
         forward: name_servers(spec),
@@ -656,9 +666,51 @@ fn table(
             bridge: bridge(record),
             mac: bridge_mac(record),
             prefix: net.first(),
+            routes: spec.routes.iter().filter_map(route6).collect(),
+            options: options(&spec.dhcp6_options),
         }),
         hosts: hosts.collect(),
     }
+}
+
+/// Addresses by complete name.
+fn records(spec: &vmmd_spec::network::NetworkSpec, network: &str) -> BTreeMap<String, Vec<IpAddr>> {
+    let records = spec.dns_records.iter().map(|(name, addresses)| {
+        let name = match &spec.domain {
+            _ if name.contains('.') => name.clone(),
+            Some(domain) => format!("{name}.{domain}"),
+            None => format!("{name}.{network}.internal"),
+        };
+        (name, addresses.clone())
+    });
+    records.collect()
+}
+
+fn route4(route: &Route, gateway: Ipv4Addr) -> Option<netd::Route4> {
+    match route.to.first {
+        IpAddr::V4(first) => Some(netd::Route4 {
+            to: (first, route.to.prefix),
+            via: route.via.unwrap_or(gateway),
+        }),
+        IpAddr::V6(_) => None,
+    }
+}
+
+fn route6(route: &Route) -> Option<netd::Route6> {
+    match route.to.first {
+        IpAddr::V6(first) => Some(netd::Route6 {
+            to: (first, route.to.prefix),
+        }),
+        IpAddr::V4(_) => None,
+    }
+}
+
+fn options(options: &[DhcpOption]) -> Vec<netd::DhcpOption> {
+    let options = options.iter().map(|option| netd::DhcpOption {
+        code: option.code,
+        value: option.value.clone(),
+    });
+    options.collect()
 }
 
 /// Most name servers that are asked for the names of the outside, as many as resolv.conf(5) has.

@@ -35,7 +35,14 @@ pub fn allocate(
     let own = counting().find(|lease| lease.is_of(vm, nic));
     let Some(wanted) = requested.or(own.and_then(LeaseRecord::ip)) else {
         let taken: BTreeSet<_> = counting().filter_map(LeaseRecord::ip).collect();
-        let free = |address: &Ipv4Addr| *address != gateway && !taken.contains(address);
+        let reserved: BTreeSet<_> = spec
+            .reservations
+            .iter()
+            .map(|reserved| reserved.address)
+            .collect();
+        let free = |address: &Ipv4Addr| {
+            *address != gateway && !taken.contains(address) && !reserved.contains(address)
+        };
         return net.hosts().find(free).map(Some).ok_or(Refusal::Exhausted);
     };
     if !net.has_host(wanted) || wanted == gateway {
@@ -48,13 +55,16 @@ pub fn allocate(
     }
 }
 
-/// Number of free IPv4 addresses.
+/// Number of free IPv4 addresses that are not reserved.
 pub fn available(spec: &NetworkSpec, leases: &[LeaseRecord], now_ms: u64) -> u32 {
     // Excludes the network address, the broadcast address and the gateway. The prefix has 16 bits
     // or more.
     let prefix = spec.subnet.map_or(32, |subnet| subnet.net.prefix());
     let all = 1_u32.checked_shl(32 - u32::from(prefix)).unwrap_or(0);
-    let taken = leases.iter().filter(|lease| lease.counts(now_ms)).count();
+    let taken = leases.iter().filter(|lease| lease.counts(now_ms));
+    let reserved = spec.reservations.iter().map(|reservation| reservation.address);
+    let taken: BTreeSet<_> = taken.filter_map(LeaseRecord::ip).chain(reserved).collect();
+    let taken = taken.len();
     all.saturating_sub(3)
         .saturating_sub(u32::try_from(taken).unwrap_or(u32::MAX))
 }
@@ -79,6 +89,12 @@ mod tests {
             mtu: 1500,
             net6: None,
             deny: Vec::new(),
+            routes: Vec::new(),
+            dhcp_options: Vec::new(),
+            dhcp6_options: Vec::new(),
+            domain: None,
+            dns_records: std::collections::BTreeMap::new(),
+            reservations: Vec::new(),
         }
     }
 

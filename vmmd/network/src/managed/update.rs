@@ -1,6 +1,6 @@
 //! Changes fields of a network that a client may change.
 
-use vmmd_api::v1;
+use vmmd_api::v1::{self, nic_spec::Attachment};
 use vmmd_host::failure::Failure;
 use vmmd_objects::{
     context::Context,
@@ -16,11 +16,28 @@ use vmmd_store::{LeaseRecord, NetworkRecord};
 use super::{NetworkKind, Networks, Ports, describe::tell};
 
 /// Paths in an update mask, besides the metadata.
-const FIELDS: [&str; 4] = [MODE, DNS, NTP, DENY];
+const FIELDS: [&str; 10] = [
+    MODE,
+    DNS,
+    NTP,
+    DENY,
+    ROUTES,
+    DHCP,
+    DHCP6,
+    DOMAIN,
+    RECORDS,
+    RESERVATIONS,
+];
 const MODE: &str = "spec.mode";
 const DNS: &str = "spec.dns_servers";
 const NTP: &str = "spec.ntp_servers";
 const DENY: &str = "spec.deny";
+const ROUTES: &str = "spec.routes";
+const DHCP: &str = "spec.dhcp_options";
+const DHCP6: &str = "spec.dhcp6_options";
+const DOMAIN: &str = "spec.domain";
+const RECORDS: &str = "spec.dns_records";
+const RESERVATIONS: &str = "spec.reservations";
 
 impl Networks {
     /// Changes a network; returns when the node is so.
@@ -55,6 +72,24 @@ impl Networks {
         if masked.has(DENY) {
             new.deny.clone_from(&spec.deny);
         }
+        if masked.has(ROUTES) {
+            new.routes.clone_from(&spec.routes);
+        }
+        if masked.has(DHCP) {
+            new.dhcp_options.clone_from(&spec.dhcp_options);
+        }
+        if masked.has(DHCP6) {
+            new.dhcp6_options.clone_from(&spec.dhcp6_options);
+        }
+        if masked.has(DOMAIN) {
+            new.domain.clone_from(&spec.domain);
+        }
+        if masked.has(RECORDS) {
+            new.dns_records.clone_from(&spec.dns_records);
+        }
+        if masked.has(RESERVATIONS) {
+            new.reservations.clone_from(&spec.reservations);
+        }
         let valid = valid(&record)?;
         if valid.mode != NetworkMode::Nat
             && let Some(lease) = record.leases.iter().find(|lease| publishes(lease))
@@ -66,6 +101,7 @@ impl Networks {
             );
             return Err(Failure::precondition("PORTS_PUBLISHED", message));
         }
+        no_named_reservation_lost(host, &before, &valid)?;
         if record == before {
             return self.get(name);
         }
@@ -82,6 +118,43 @@ impl Networks {
             None => self.get(name),
         }
     }
+}
+
+/// Refuses a change that takes the address of a reservation from a NIC which names it.
+fn no_named_reservation_lost(
+    host: Ports<'_>,
+    before: &NetworkRecord,
+    new: &NetworkSpec,
+) -> Result<(), Failure> {
+    let old = before.spec.iter().flat_map(|spec| &spec.reservations);
+    let is_kept = |old: &v1::AddressReservation| {
+        let mut new = new.reservations.iter();
+        new.any(|new| new.name.as_str() == old.name && new.address.to_string() == old.address)
+    };
+    let lost: Vec<_> = old
+        .filter(|old| !is_kept(old))
+        .map(|old| old.name.as_str())
+        .collect();
+    if lost.is_empty() {
+        return Ok(());
+    }
+    for vm in host.vms.vms() {
+        let nics = vm.spec.as_ref().map_or(&[][..], |spec| &spec.nics);
+        let names = |nic: &&v1::NicSpec| {
+            matches!(&nic.attachment, Some(Attachment::Network(network)) if *network == before.name)
+                && lost.contains(&nic.address.as_str())
+        };
+        if let Some(nic) = nics.iter().find(names) {
+            let vm = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
+            let message = format!(
+                "the reservation \"{}\" of the network \"{}\" is in use by NIC \"{}\" of VM \"{vm}\": give the NIC another address \
+                 first",
+                nic.address, before.name, nic.name
+            );
+            return Err(Failure::precondition("RESERVATION_IN_USE", message));
+        }
+    }
+    Ok(())
 }
 
 fn publishes(lease: &LeaseRecord) -> bool {

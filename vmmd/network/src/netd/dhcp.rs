@@ -1,15 +1,16 @@
 //! Response to a DHCP client (RFC 2131, 4.3; RFC 2132): a pure function of the table.
 
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, Ipv4Addr, SocketAddrV4};
 
 use dhcproto::{
     Name,
     decoder::{Decodable as _, Decoder},
     encoder::{Encodable as _, Encoder},
-    v4::{DhcpOption, HType, Message, MessageType, Opcode, OptionCode},
+    v4::{DhcpOption, HType, Message, MessageType, Opcode, OptionCode, UnknownOption},
 };
+use vmmd_spec::nic::Mac;
 
-use super::{Host, Ipv4, Table};
+use super::{Host, Ipv4, Table, report::Declined};
 
 /// Port of clients.
 const CLIENT: u16 = 68;
@@ -19,8 +20,12 @@ pub fn respond(table: &Table, packet: &[u8]) -> Option<(Vec<u8>, SocketAddrV4)> 
     let request = Message::decode(&mut Decoder::new(&sifted(packet)?)).ok()?;
     let mut answer = answer(table, &request)?;
     let mut reply = encoded(&answer.message)?;
-    if reply.len() > LONGEST {
-        answer.message.opts_mut().remove(OptionCode::DomainSearch);
+    let longest = longest(table, &request);
+    for code in dispensable(table) {
+        if reply.len() <= longest {
+            break;
+        }
+        answer.message.opts_mut().remove(code);
         reply = encoded(&answer.message)?;
     }
     reply.resize(reply.len().max(SHORTEST), 0);
@@ -33,25 +38,51 @@ fn encoded(message: &Message) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// The NIC whose client declines its address, because another host uses it (RFC 2131, 3.1.5).
-pub fn declined<'a>(table: &'a Table, packet: &[u8]) -> Option<&'a Host> {
+/// A client that declines its present address, because another host uses it (RFC 2131, 3.1.5).
+pub fn declined(table: &Table, packet: &[u8]) -> Option<Declined> {
     let request = Message::decode(&mut Decoder::new(&sifted(packet)?)).ok()?;
-    let declines = request.opts().msg_type() == Some(MessageType::Decline);
     let host = table.hosts.get(&mac(request.chaddr()))?;
-    (declines && !is_for_another(table.ipv4.as_ref()?, &request)).then_some(host)
+    let declines = request.opts().msg_type() == Some(MessageType::Decline)
+        && asked(&request) == host.address
+        && !is_for_another(table.ipv4.as_ref()?, &request);
+    let octets: [u8; 6] = request.chaddr().try_into().ok()?;
+    declines.then_some(Declined {
+        mac: Mac::try_from(octets).ok()?,
+        address: host.address?.into(),
+    })
 }
 
-/// Bytes of a reply: the most that each client takes (RFC 2131, 2: 576 with the headers of IP and UDP), and the least for clients of
-/// BOOTP (RFC 1542, 2.1).
-const LONGEST: usize = 576 - 28;
+/// Bytes of the longest reply to a client: as it says (RFC 2132, 9.10), but no more than a packet of the network has.
+fn longest(table: &Table, request: &Message) -> usize {
+    let said = match request.opts().get(OptionCode::MaxMessageSize) {
+        Some(DhcpOption::MaxMessageSize(size)) => *size,
+        _ => 0,
+    };
+    usize::from(said.min(table.mtu)).max(SMALLEST_LIMIT) - IP_AND_UDP
+}
+
+/// Options that a client can do without, in the order in which a reply that is too long loses them.
+fn dispensable(table: &Table) -> impl Iterator<Item = OptionCode> {
+    let options = table.ipv4.iter().flat_map(|ipv4| ipv4.options.iter().rev());
+    let options = options.filter_map(|option| Some(OptionCode::from(u8::try_from(option.code).ok()?)));
+    [OptionCode::DomainSearch]
+        .into_iter()
+        .chain(options)
+        .chain([OptionCode::NtpServers, OptionCode::ClasslessStaticRoute])
+}
+
+/// Bytes of a reply with the headers of IP and UDP that each client takes (RFC 2131, 2), and bytes of these headers.
+const SMALLEST_LIMIT: usize = 576;
+const IP_AND_UDP: usize = 28;
+/// Least bytes of a reply for clients of BOOTP (RFC 1542, 2.1).
 const SHORTEST: usize = 300;
 
 /// Bytes of a message before its options, the magic cookie included (RFC 2131, 2).
 const HEADER: usize = 240;
 const COOKIE: [u8; 4] = [99, 130, 83, 99];
 /// Options that an answer depends on, with their lengths: the type of the message, the address that is asked for, the server that is
-/// meant (RFC 2132, 9.6, 9.1, 9.7).
-const NEEDED: [(u8, u8); 3] = [(53, 1), (50, 4), (54, 4)];
+/// meant, the longest reply (RFC 2132, 9.6, 9.1, 9.7, 9.10).
+const NEEDED: [(u8, u8); 4] = [(53, 1), (50, 4), (54, 4), (57, 2)];
 /// The client's identifier (RFC 2132, 9.14), and its longest value that is repeated: 64 bytes leave room for the other options.
 const IDENTIFIER: u8 = 61;
 const LONGEST_IDENTIFIER: u8 = 64;
@@ -190,7 +221,8 @@ fn options((table, ipv4): (&Table, &Ipv4), host: &Host, message: &mut Message) {
     options.insert(DhcpOption::InterfaceMtu(table.mtu));
     options.insert(DhcpOption::Hostname(host.name.clone()));
     // A guest has one default route, or answers leave by a NIC that may not send them.
-    if table.routes && host.primary {
+    let has_way_out = table.routes && host.primary;
+    if has_way_out {
         options.insert(DhcpOption::Router(vec![ipv4.gateway]));
     }
     options.insert(DhcpOption::DomainNameServer(vec![ipv4.gateway]));
@@ -206,9 +238,44 @@ fn options((table, ipv4): (&Table, &Ipv4), host: &Host, message: &mut Message) {
     if let Some(domain) = domains.into_iter().next() {
         options.insert(DhcpOption::DomainName(domain));
     }
-    if !table.ntp.is_empty() {
-        options.insert(DhcpOption::NtpServers(table.ntp.clone()));
+    let ntp = table.ntp.iter().filter_map(|server| match server {
+        IpAddr::V4(server) => Some(*server),
+        IpAddr::V6(_) => None,
+    });
+    let ntp: Vec<_> = ntp.collect();
+    if !ntp.is_empty() {
+        options.insert(DhcpOption::NtpServers(ntp));
     }
+    let mut raw = |code: u8, value: Vec<u8>| {
+        options.insert(DhcpOption::Unknown(UnknownOption::new(code.into(), value)));
+    };
+    if !ipv4.routes.is_empty() {
+        raw(OptionCode::ClasslessStaticRoute.into(), routes(ipv4, has_way_out));
+    }
+    for option in &ipv4.options {
+        if let Ok(code) = u8::try_from(option.code) {
+            raw(code, option.value.clone());
+        }
+    }
+}
+
+/// Value of the option of classless static routes (RFC 3442). A client that takes it ignores the option of routers.
+fn routes(ipv4: &Ipv4, with_default: bool) -> Vec<u8> {
+    let mut value = Vec::new();
+    let mut add = |to: Ipv4Addr, prefix: u8, via: Ipv4Addr| {
+        let significant = usize::from(prefix.div_ceil(8));
+        value.push(prefix);
+        value.extend(to.octets().iter().take(significant));
+        value.extend(via.octets());
+    };
+    for route in &ipv4.routes {
+        let (to, prefix) = route.to;
+        add(to, prefix, route.via);
+    }
+    if with_default {
+        add(Ipv4Addr::UNSPECIFIED, 0, ipv4.gateway);
+    }
+    value
 }
 
 /// "52:54:00:12:34:56".
@@ -233,11 +300,15 @@ pub mod tests {
         Table {
             network: "lan".into(),
             search: Vec::new(),
+            domain: String::new(),
+            records: BTreeMap::new(),
             routes: true,
             ipv4: Some(Ipv4 {
                 gateway: GATEWAY,
                 mask: [255, 255, 255, 0].into(),
                 broadcast: [10, 80, 0, 255].into(),
+                routes: Vec::new(),
+                options: Vec::new(),
             }),
             mtu: 1400,
             forward: vec![[10, 0, 0, 53].into()],
@@ -248,6 +319,8 @@ pub mod tests {
                 bridge: "vmb0123456789".into(),
                 mac: [2, 0, 0, 0, 0, 1],
                 prefix: "fd00:80::".parse().unwrap(),
+                routes: Vec::new(),
+                options: Vec::new(),
             }),
             hosts: BTreeMap::from([(
                 "52:54:00:00:00:01".to_owned(),
@@ -365,16 +438,80 @@ pub mod tests {
     }
 
     #[test]
-    fn declined_address_is_known_with_its_vm() {
-        let decline = |server| {
-            let server = DhcpOption::ServerIdentifier(server);
-            encoded(&request(MessageType::Decline, &[server])).unwrap()
+    fn declined_address_is_that_of_the_client_by_this_server() {
+        let decline = |server, address| {
+            let options = [
+                DhcpOption::ServerIdentifier(server),
+                DhcpOption::RequestedIpAddress(address),
+            ];
+            encoded(&request(MessageType::Decline, &options)).unwrap()
         };
-        let table = table();
-        let name = |packet: &[u8]| declined(&table, packet).map(|host| host.name.as_str());
-        assert_eq!(name(&decline(GATEWAY)), Some("web"));
-        assert_eq!(name(&decline([10, 80, 0, 7].into())), None);
-        assert_eq!(name(&discover(&[255])), None);
+        let report = Declined {
+            mac: MAC.try_into().unwrap(),
+            address: ADDRESS.into(),
+        };
+        let other = [10, 80, 0, 7].into();
+        assert_eq!(declined(&table(), &decline(GATEWAY, ADDRESS)), Some(report));
+        assert_eq!(declined(&table(), &decline(GATEWAY, other)), None);
+        assert_eq!(declined(&table(), &decline(other, ADDRESS)), None);
+        assert_eq!(declined(&table(), &discover(&[255])), None);
+    }
+
+    /// A table with a route, and an option with a value of this length.
+    fn with_options(length: usize) -> Table {
+        let mut table = table();
+        let ipv4 = table.ipv4.as_mut().unwrap();
+        ipv4.routes = vec![super::super::Route4 {
+            to: ([10, 90, 0, 0].into(), 15),
+            via: [10, 80, 0, 9].into(),
+        }];
+        ipv4.options = vec![super::super::DhcpOption {
+            code: 66,
+            value: vec![b'a'; length],
+        }];
+        table
+    }
+
+    fn raw(offer: &Answer, code: u8) -> Option<Vec<u8>> {
+        let bytes = encoded(&offer.message).unwrap();
+        let message = Message::decode(&mut Decoder::new(&bytes)).unwrap();
+        let mut value = Vec::new();
+        let option = message.opts().get(OptionCode::from(code))?;
+        option.encode(&mut Encoder::new(&mut value)).unwrap();
+        Some(value[2..].to_vec())
+    }
+
+    #[test]
+    fn client_gets_routes_with_the_default_route_and_options() {
+        let mut table = with_options(3);
+        let asks = request(MessageType::Discover, &[]);
+        let offer = answer(&table, &asks).unwrap();
+        let route = [15, 10, 90, 10, 80, 0, 9];
+        let default = [0, 10, 80, 0, 1];
+        assert_eq!(raw(&offer, 121), Some([&route[..], &default].concat()));
+        assert_eq!(raw(&offer, 66), Some(b"aaa".to_vec()));
+        table.routes = false;
+        let offer = answer(&table, &asks).unwrap();
+        assert_eq!(raw(&offer, 121), Some(route.to_vec()));
+    }
+
+    #[test]
+    fn reply_loses_options_that_the_client_has_no_room_for() {
+        let table = with_options(253);
+        let found = |options: &[DhcpOption]| {
+            let packet = encoded(&request(MessageType::Discover, options)).unwrap();
+            let (reply, _) = respond(&table, &packet).unwrap();
+            let message = Message::decode(&mut Decoder::new(&reply)).unwrap();
+            let has = |code: u8| message.opts().get(OptionCode::from(code)).is_some();
+            (reply.len(), has(119), has(66), has(121))
+        };
+        let (length, search, option, routes) = found(&[]);
+        assert!(length <= SMALLEST_LIMIT - IP_AND_UDP, "{length}");
+        assert_eq!((search, option, routes), (false, false, true));
+        let (_, search, option, routes) = found(&[DhcpOption::MaxMessageSize(1400)]);
+        assert_eq!((search, option, routes), (true, true, true));
+        let small = found(&[DhcpOption::MaxMessageSize(1)]);
+        assert!(!small.2);
     }
 
     #[test]

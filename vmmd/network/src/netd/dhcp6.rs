@@ -5,14 +5,17 @@
 //! this reason, and reads the sender's MAC address, which the packet filter has checked. The socket
 //! is bound to the bridge, and a filter that cannot be removed passes requests only.
 
-use std::{io, net::Ipv6Addr};
+use std::{
+    io,
+    net::{IpAddr, Ipv6Addr},
+};
 
 use dhcproto::{
     Name,
     encoder::{Encodable as _, Encoder},
     v6::{
         CLIENT_PORT, DhcpOption, DhcpOptions, IAAddr, IANA, Message, MessageType, SERVER_PORT, Status,
-        StatusCode,
+        StatusCode, UnknownOption,
     },
 };
 use rustix::net::netdevice::name_to_index;
@@ -20,7 +23,7 @@ use socket2::{Domain, SockFilter, Socket, Type};
 use vmmd_host::sys;
 use vmmd_spec::{network::link_local, nic::Mac};
 
-use super::{Host, Ipv6, Table, dhcp::mac};
+use super::{Host, Ipv6, Table, dhcp::mac, report::Declined};
 
 /// EtherType of IPv6, and the number of UDP (IANA).
 const ETHERTYPE: u16 = 0x86dd;
@@ -35,6 +38,9 @@ const SERVER_ID: u16 = 2;
 const IA_NA: u16 = 3;
 const IA_ADDR: u16 = 5;
 const RAPID_COMMIT: u16 = 14;
+/// Options of NTP servers (RFC 4075, 4; RFC 5908, 4).
+const SNTP_SERVERS: u16 = 31;
+const NTP_SERVER: u16 = 56;
 /// Longest identifier of a client (RFC 8415, 11.1).
 const LONGEST_IDENTIFIER: usize = 130;
 /// Most associations and addresses of a request: a NIC has one of each.
@@ -79,8 +85,32 @@ struct Request<'a> {
 /// Response to a frame of a guest: a frame for that guest.
 pub fn respond(table: &Table, frame: &[u8]) -> Option<Vec<u8>> {
     let ipv6 = table.ipv6.as_ref()?;
-    let sender: &[u8; 6] = frame.get(6..12)?.first_chunk()?;
+    let (sender, client, request) = read(frame)?;
     let host = table.hosts.get(&mac(sender))?;
+    let message = answer(table, ipv6, host, &request)?;
+    let mut payload = Vec::new();
+    message.encode(&mut Encoder::new(&mut payload)).ok()?;
+    self::frame(ipv6, (*sender, client), &payload)
+}
+
+/// A client that declines its address, because another host uses it (RFC 8415, 18.2.8).
+pub fn declined(table: &Table, frame: &[u8]) -> Option<Declined> {
+    let ipv6 = table.ipv6.as_ref()?;
+    let (sender, _, request) = read(frame)?;
+    let own = table.hosts.get(&mac(sender))?.address6?;
+    let mut addresses = request.associations.iter().flat_map(|(_, addresses)| addresses);
+    let declines = request.kind == MessageType::Decline
+        && request.server == Some(&identifier(ipv6))
+        && addresses.any(|address| *address == own);
+    declines.then_some(Declined {
+        mac: Mac::try_from(*sender).ok()?,
+        address: own.into(),
+    })
+}
+
+/// The sender of a frame, its link-local address, and its request.
+fn read(frame: &[u8]) -> Option<(&[u8; 6], Ipv6Addr, Request<'_>)> {
+    let sender: &[u8; 6] = frame.get(6..12)?.first_chunk()?;
     if frame.get(12..14)? != ETHERTYPE.to_be_bytes() || frame.get(ETHERNET + 6) != Some(&UDP) {
         return None;
     }
@@ -92,11 +122,13 @@ pub fn respond(table: &Table, frame: &[u8]) -> Option<Vec<u8>> {
     }
     let length = usize::from(u16::from_be_bytes([udp[4], udp[5]]));
     let payload = frame.get(HEADERS..ETHERNET + IP + length)?;
-    let request = parse(payload)?;
-    let message = answer(table, ipv6, host, &request)?;
-    let mut payload = Vec::new();
-    message.encode(&mut Encoder::new(&mut payload)).ok()?;
-    self::frame(ipv6, (*sender, client), &payload)
+    Some((sender, client, parse(payload)?))
+}
+
+/// Identifier of the server: DUID-LL of an Ethernet interface (RFC 8415, 11.4).
+fn identifier(ipv6: &Ipv6) -> [u8; 10] {
+    let [a, b, c, d, e, f] = ipv6.mac;
+    [0, 3, 0, 1, a, b, c, d, e, f]
 }
 
 /// The kind and the number of a message, and its options.
@@ -148,8 +180,7 @@ fn answer(table: &Table, ipv6: &Ipv6, host: &Host, request: &Request<'_>) -> Opt
         Advertise, Confirm, Decline, InformationRequest, Rebind, Release, Renew, Reply, Request as Ask,
         Solicit,
     };
-    // DUID-LL of an Ethernet interface (RFC 8415, 11.4).
-    let own = [&[0, 3, 0, 1][..], &ipv6.mac].concat();
+    let own = identifier(ipv6);
     // RFC 8415, 16: which messages name the server.
     let is_named = match request.server {
         Some(server) if server != own => return None,
@@ -169,7 +200,7 @@ fn answer(table: &Table, ipv6: &Ipv6, host: &Host, request: &Request<'_>) -> Opt
     }
     let mut message = Message::new_with_id(kind, request.number);
     let options = message.opts_mut();
-    options.insert(DhcpOption::ServerId(own));
+    options.insert(DhcpOption::ServerId(own.to_vec()));
     if has_client {
         options.insert(DhcpOption::ClientId(request.client.to_vec()));
     }
@@ -209,6 +240,28 @@ fn answer(table: &Table, ipv6: &Ipv6, host: &Host, request: &Request<'_>) -> Opt
     let domains: Vec<_> = domains.filter_map(Result::ok).collect();
     if !domains.is_empty() {
         options.insert(DhcpOption::DomainSearchList(domains));
+    }
+    let mut raw = |code: u16, value: Vec<u8>| {
+        options.insert(DhcpOption::Unknown(UnknownOption::new(code.into(), value)));
+    };
+    let ntp = table.ntp.iter().filter_map(|server| match server {
+        IpAddr::V4(_) => None,
+        IpAddr::V6(server) => Some(server.octets()),
+    });
+    let ntp: Vec<_> = ntp.collect();
+    if !ntp.is_empty() {
+        // An address is a suboption of the later one.
+        let head = [0, 1, 0, 16];
+        raw(SNTP_SERVERS, ntp.concat());
+        raw(
+            NTP_SERVER,
+            ntp.iter()
+                .flat_map(|server| [&head[..], server].concat())
+                .collect(),
+        );
+    }
+    for option in &ipv6.options {
+        raw(option.code, option.value.clone());
     }
     Some(message)
 }
@@ -391,6 +444,34 @@ mod tests {
             let is_rapid = message.opts().get(OptionCode::RapidCommit).is_some();
             assert_eq!(is_rapid, options.len() == 3 && kind == Solicit);
         }
+    }
+
+    #[test]
+    fn client_gets_time_servers_and_options_of_the_network() {
+        let mut table = table();
+        let server: Ipv6Addr = "2001:db8::123".parse().unwrap();
+        table.ntp = vec![[192, 0, 2, 123].into(), server.into()];
+        table.ipv6.as_mut().unwrap().options = vec![super::super::DhcpOption {
+            code: 59,
+            value: b"http://192.0.2.1/".to_vec(),
+        }];
+        let reply = respond(&table, &request(MessageType::InformationRequest, &[client()])).unwrap();
+        let all: Vec<_> = Options(&reply[HEADERS + 4..]).collect();
+        let value = |wanted: u16| all.iter().find(|(code, _)| *code == wanted).unwrap().1;
+        assert_eq!(value(SNTP_SERVERS), server.octets());
+        assert_eq!(value(NTP_SERVER), [&[0, 1, 0, 16][..], &server.octets()].concat());
+        assert_eq!(value(59), b"http://192.0.2.1/");
+    }
+
+    #[test]
+    fn declined_address_is_that_of_the_client_by_this_server() {
+        let declined = |options: &[DhcpOption]| {
+            declined(&table(), &request(MessageType::Decline, options)).map(|declined| declined.to_string())
+        };
+        let report = Some(format!("52:54:00:00:00:01 {OWN}"));
+        assert_eq!(declined(&[client(), server(), wants(&[OWN])]), report);
+        assert_eq!(declined(&[client(), wants(&[OWN])]), None);
+        assert_eq!(declined(&[client(), server(), wants(&["fd00:80::5"])]), None);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Response to a guest's DNS query (RFC 1035): a pure function of the table.
 //!
-//! The helper is the authority for `<network>.internal` and for the addresses of a network with names. It
-//! answers for special-use names itself ([`special`]). It forwards all other names
+//! The helper is the authority for the domains of a network with names, for its addresses, and for the
+//! names of its records. It answers for special-use names itself ([`special`]). It forwards all other names
 //! ([`super::forward`], [`super::streams`]), unless the network is isolated.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -138,13 +138,27 @@ pub fn decide(table: &Table, packet: &[u8], way: Way) -> Verdict {
 /// The answer that the helper has itself, with the zone that it is of.
 fn own(table: &Table, query: &Query) -> Option<(ResponseCode, Vec<Record>, Name)> {
     let name = query.name.to_lowercase();
-    if let Some(zone) = zone(table).filter(|zone| zone.zone_of(&name)) {
+    if let Some(addresses) = table.records.get(name.to_ascii().trim_end_matches('.')) {
+        let answers = answers(&name, query.query_type, addresses.iter().copied());
+        return Some((ResponseCode::NoError, answers, name));
+    }
+    let zones = || {
+        table
+            .zones()
+            .filter_map(|zone| Name::from_ascii(format!("{zone}.")).ok())
+    };
+    if let Some(zone) = zones().find(|zone| zone.zone_of(&name)) {
         let (code, answers) = forward_lookup(table, &zone, &name, query.query_type);
         return Some((code, answers, zone));
     }
-    if let Some(address) = reverse(&name).filter(|address| is_own(table, *address)) {
-        let (code, answers) = reverse_lookup(table, &name, address, query.query_type);
-        return Some((code, answers, zone(table)?));
+    if let Some(address) = reverse(&name)
+        && let Some(zone) = zones().next()
+    {
+        let target = name_of(table, &zone, address);
+        if target.is_some() || is_own(table, address) {
+            let (code, answers) = reverse_lookup(&name, target, query.query_type);
+            return Some((code, answers, zone));
+        }
     }
     match special::find(&name, table.site)? {
         special::Special::Loopback(zone) => {
@@ -204,14 +218,6 @@ pub fn is_reply(packet: &[u8], id: u16, question: &[u8]) -> bool {
     header.is_ok_and(|header| answers(&header)) && name.eq_ignore_ascii_case(asked) && kind == wanted
 }
 
-/// `<network>.internal.`, if the network has names of its own.
-fn zone(table: &Table) -> Option<Name> {
-    if table.network.is_empty() {
-        return None;
-    }
-    Name::from_ascii(format!("{}.internal.", table.network)).ok()
-}
-
 /// The address in a name such as `9.0.80.10.in-addr.arpa.` (RFC 1035, 3.5), or one of 32 hexadecimal digits below `ip6.arpa.` (RFC
 /// 3596, 2.5).
 fn reverse(name: &Name) -> Option<IpAddr> {
@@ -259,33 +265,44 @@ fn forward_lookup(table: &Table, zone: &Name, name: &Name, kind: RecordType) -> 
     if named.is_empty() {
         return (ResponseCode::NXDomain, Vec::new());
     }
-    let wants = |record| kind == record || kind == RecordType::ANY;
-    let v4 = named.iter().filter(|_| wants(RecordType::A));
-    let v6 = named.iter().filter(|_| wants(RecordType::AAAA));
-    let data = v4
-        .filter_map(|found| Some(RData::A(found.address?.into())))
-        .chain(v6.filter_map(|found| Some(RData::AAAA(found.address6?.into()))));
-    let records = data.map(|data| Record::from_rdata(name.clone(), TTL, data));
-    (ResponseCode::NoError, records.take(MAX_RECORDS).collect())
+    let v4 = named.iter().filter_map(|found| Some(found.address?.into()));
+    let v6 = named.iter().filter_map(|found| Some(found.address6?.into()));
+    (ResponseCode::NoError, answers(name, kind, v4.chain(v6)))
 }
 
-fn reverse_lookup(
-    table: &Table,
-    name: &Name,
-    address: IpAddr,
-    kind: RecordType,
-) -> (ResponseCode, Vec<Record>) {
+/// Records of a name with these addresses, as far as the client asks for them.
+fn answers(name: &Name, kind: RecordType, addresses: impl Iterator<Item = IpAddr>) -> Vec<Record> {
+    let wants = |record| kind == record || kind == RecordType::ANY;
+    let data = addresses.filter_map(|address| match address {
+        IpAddr::V4(address) => wants(RecordType::A).then(|| RData::A(address.into())),
+        IpAddr::V6(address) => wants(RecordType::AAAA).then(|| RData::AAAA(address.into())),
+    });
+    let records = data.map(|data| Record::from_rdata(name.clone(), TTL, data));
+    records.take(MAX_RECORDS).collect()
+}
+
+/// The name of an address: that of a VM, or of a record.
+fn name_of(table: &Table, zone: &Name, address: IpAddr) -> Option<Name> {
     let has = |host: &&super::Host| match address {
         IpAddr::V4(address) => host.address == Some(address),
         IpAddr::V6(address) => host.address6 == Some(address),
     };
-    let Some(host) = table.hosts.values().find(has) else {
+    let name = match table.hosts.values().find(has) {
+        Some(host) => format!("{}.{zone}", host.name),
+        None => {
+            let mut records = table.records.iter();
+            let (name, _) = records.find(|(_, addresses)| addresses.contains(&address))?;
+            format!("{name}.")
+        }
+    };
+    Name::from_ascii(name).ok()
+}
+
+fn reverse_lookup(name: &Name, target: Option<Name>, kind: RecordType) -> (ResponseCode, Vec<Record>) {
+    let Some(target) = target else {
         return (ResponseCode::NXDomain, Vec::new());
     };
-    let target = Name::from_ascii(format!("{}.{}.internal.", host.name, table.network));
-    let target = target
-        .ok()
-        .filter(|_| matches!(kind, RecordType::PTR | RecordType::ANY));
+    let target = Some(target).filter(|_| matches!(kind, RecordType::PTR | RecordType::ANY));
     let record = target.map(|target| Record::from_rdata(name.clone(), TTL, RData::PTR(PTR(target))));
     (ResponseCode::NoError, record.into_iter().collect())
 }
@@ -332,6 +349,8 @@ fn reply(
 
 #[cfg(test)]
 pub mod tests {
+    use std::collections::BTreeMap;
+
     pub use super::super::dhcp::tests::table;
     use super::*;
 
@@ -382,6 +401,64 @@ pub mod tests {
         assert_eq!(reply.metadata.response_code, ResponseCode::NXDomain);
         let reply = answered("9.0.80.10.in-addr.arpa.", RecordType::PTR);
         assert_eq!(reply.metadata.response_code, ResponseCode::NXDomain);
+    }
+
+    #[test]
+    fn network_with_a_domain_has_names_there_and_records() {
+        let table = Table {
+            domain: "lab.example".into(),
+            forward: Vec::new(),
+            records: BTreeMap::from([
+                (
+                    "db.lab.example".to_owned(),
+                    vec![[192, 0, 2, 9].into(), [192, 0, 2, 10].into()],
+                ),
+                ("registry.test".to_owned(), vec!["2001:db8::9".parse().unwrap()]),
+                ("web.lab.example".to_owned(), vec![[192, 0, 2, 11].into()]),
+            ]),
+            ..table()
+        };
+        let ask = |name: &str, kind| {
+            let (_, message) = reply_to(&table, &query(name, kind), Way::Udp);
+            (message.metadata.response_code, data(&message))
+        };
+        let found = |texts: &[&str]| {
+            (
+                ResponseCode::NoError,
+                texts.iter().map(|text| (*text).to_owned()).collect(),
+            )
+        };
+        for (name, kind, expected) in [
+            (
+                "DB.lab.example.",
+                RecordType::A,
+                found(&["192.0.2.9", "192.0.2.10"]),
+            ),
+            ("db.lab.example.", RecordType::AAAA, found(&[])),
+            ("registry.test.", RecordType::AAAA, found(&["2001:db8::9"])),
+            // A record precedes a VM, which has its name in the other domain still.
+            ("web.lab.example.", RecordType::A, found(&["192.0.2.11"])),
+            ("web.lan.internal.", RecordType::A, found(&["10.80.0.2"])),
+            (
+                "2.0.80.10.in-addr.arpa.",
+                RecordType::PTR,
+                found(&["web.lab.example."]),
+            ),
+            (
+                "9.2.0.192.in-addr.arpa.",
+                RecordType::PTR,
+                found(&["db.lab.example."]),
+            ),
+        ] {
+            assert_eq!(ask(name, kind), expected, "{name}");
+        }
+        for (name, code) in [
+            ("other.lab.example.", ResponseCode::NXDomain),
+            ("other.example.", ResponseCode::Refused),
+        ] {
+            assert_eq!(ask(name, RecordType::A), (code, Vec::new()), "{name}");
+        }
+        assert_eq!(table.domains(), ["lab.example"]);
     }
 
     #[test]

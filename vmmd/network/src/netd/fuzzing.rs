@@ -11,7 +11,8 @@ use std::{
 
 use dhcproto::{
     decoder::{Decodable as _, Decoder},
-    v4::{self, DhcpOption, MessageType, OptionCode},
+    v4::{self, MessageType, OptionCode},
+    v6,
 };
 use hickory_proto::{
     op::{Message, ResponseCode},
@@ -19,7 +20,7 @@ use hickory_proto::{
 };
 
 use super::{
-    Host, Ipv4, Ipv6, Table, dhcp,
+    DhcpOption, Host, Ipv4, Ipv6, Route4, Route6, Table, dhcp, dhcp6,
     dns::{self, Question, Verdict, Way},
     forward::{Answer, Event, MAX_PENDING, MAX_PENDING_OF_GUEST, Outgoing, PATIENCE, Queries, SOCKETS},
     ra::{self, PAUSE, PERIOD, Schedule},
@@ -28,12 +29,29 @@ use super::{
 /// A common network, and one whose names and lists are as long as they may be.
 static TABLES: LazyLock<[Table; 2]> = LazyLock::new(|| {
     let common = table("lan", &["web", "db", "db"]);
-    let longest = Table {
+    let mut longest = Table {
         routes: false,
         forward: Vec::new(),
-        ntp: vec![[192, 0, 2, 123].into(); 4],
+        domain: format!("{0}.{0}", "d".repeat(49)),
+        records: BTreeMap::from([("record.lan".to_owned(), SERVERS.to_vec())]),
+        ntp: SERVERS.repeat(2),
         ..table(&"n".repeat(63), &vec!["h".repeat(63); 64])
     };
+    let option = DhcpOption {
+        code: 66,
+        value: vec![b'o'; 253],
+    };
+    if let Some(ipv4) = &mut longest.ipv4 {
+        let to = |number| (Ipv4Addr::new(10, 90, number, 0), 24);
+        let via = Ipv4Addr::new(10, 80, 0, 2);
+        ipv4.routes = (0..16).map(|number| Route4 { to: to(number), via }).collect();
+        ipv4.options = vec![option.clone()];
+    }
+    if let Some(ipv6) = &mut longest.ipv6 {
+        let to = |number| (Ipv6Addr::new(0x2001, 0xdb8, number, 0, 0, 0, 0, 0), 65);
+        ipv6.routes = (0..16).map(|number| Route6 { to: to(number) }).collect();
+        ipv6.options = vec![option];
+    }
     [common, longest]
 });
 
@@ -60,11 +78,15 @@ fn table(network: &str, vms: &[impl AsRef<str>]) -> Table {
     Table {
         network: network.to_owned(),
         search: Vec::new(),
+        domain: String::new(),
+        records: BTreeMap::new(),
         routes: true,
         ipv4: Some(Ipv4 {
             gateway: Ipv4Addr::new(10, 80, 0, 1),
             mask: Ipv4Addr::new(255, 255, 255, 0),
             broadcast: Ipv4Addr::new(10, 80, 0, 255),
+            routes: Vec::new(),
+            options: Vec::new(),
         }),
         mtu: 1500,
         forward: SERVERS.to_vec(),
@@ -75,6 +97,8 @@ fn table(network: &str, vms: &[impl AsRef<str>]) -> Table {
             bridge: "vmb0123456789".to_owned(),
             mac: [2, 0, 0, 0, 0, 1],
             prefix: Ipv6Addr::new(0xfd00, 0x80, 0, 0, 0, 0, 0, 0),
+            routes: Vec::new(),
+            options: Vec::new(),
         }),
         hosts: hosts.collect::<BTreeMap<_, _>>(),
     }
@@ -97,8 +121,10 @@ pub fn dhcp_client(data: &[u8]) {
 
 /// An answer to a DHCP client is of its own address, and is sent there or to all.
 fn check_lease(table: &Table, request: &[u8], reply: &[u8], to: SocketAddrV4) {
-    // A client need take no more (RFC 2131, 2): 576 bytes with the headers of IP and UDP.
-    assert!(reply.len() <= 576 - 28, "{} bytes", reply.len());
+    // A client need take no more (RFC 2131, 2): 576 bytes with the headers of IP and UDP, or as it says (RFC 2132, 9.10).
+    let says = request[240..].windows(2).any(|head| head == [57, 2]);
+    let longest = if says { table.mtu } else { 576 };
+    assert!(reply.len() <= usize::from(longest) - 28, "{} bytes", reply.len());
     // A request by Ethernet that no relay has sent on.
     assert_eq!((&request[..3], &request[24..28]), (&[1, 1, 6][..], &[0; 4][..]));
     assert_eq!(reply[..3], [2, 1, 6]);
@@ -114,7 +140,7 @@ fn check_lease(table: &Table, request: &[u8], reply: &[u8], to: SocketAddrV4) {
     let options = message.opts();
     assert_eq!(
         options.get(OptionCode::ServerIdentifier),
-        Some(&DhcpOption::ServerIdentifier(
+        Some(&v4::DhcpOption::ServerIdentifier(
             table.ipv4.as_ref().unwrap().gateway
         ))
     );
@@ -124,12 +150,71 @@ fn check_lease(table: &Table, request: &[u8], reply: &[u8], to: SocketAddrV4) {
         options.get(OptionCode::Router).is_some(),
         table.routes && options.msg_type() != Some(MessageType::Nak)
     );
+    let report = dhcp::declined(table, request);
+    assert!(report.is_none(), "a client that declines is answered");
     match options.msg_type() {
         Some(MessageType::Offer) => assert!(leased),
         Some(MessageType::Ack) => {}
         Some(MessageType::Nak) => assert!(!leased && *to.ip() == Ipv4Addr::BROADCAST),
         other => panic!("a client is sent {other:?}"),
     }
+}
+
+/// A frame of a DHCP client for IPv6.
+pub fn dhcp6_client(data: &[u8]) {
+    for table in TABLES.iter() {
+        if let Some(declined) = dhcp6::declined(table, data) {
+            let host = &table.hosts[&declined.mac.to_string()];
+            assert_eq!(host.address6.map(IpAddr::from), Some(declined.address));
+        }
+        if let Some(reply) = dhcp6::respond(table, data) {
+            check_lease6(table, data, &reply);
+        }
+    }
+}
+
+/// An answer to a DHCP client for IPv6 is a frame for its sender, with the sender's own address.
+fn check_lease6(table: &Table, request: &[u8], reply: &[u8]) {
+    let ipv6 = table.ipv6.as_ref().unwrap();
+    let own = table.hosts[&dhcp::mac(&request[6..12])].address6;
+    assert_eq!(
+        (&reply[..6], &reply[6..12], &reply[12..14]),
+        (&request[6..12], &ipv6.mac[..], &[0x86, 0xdd][..])
+    );
+    assert_eq!(reply[38..54], request[22..38], "address of the client");
+    let length = usize::from(u16::from_be_bytes([reply[18], reply[19]]));
+    assert_eq!((reply.len(), &reply[54..58]), (54 + length, &[2, 35, 2, 34][..]));
+    // The sum over the pseudo header and the datagram (RFC 8200, 8.1).
+    let mut summed = [
+        &reply[22..54],
+        &[0, 0, reply[18], reply[19], 0, 0, 0, 17],
+        &reply[54..],
+    ]
+    .concat();
+    summed.resize(summed.len().next_multiple_of(2), 0);
+    let words = summed.as_chunks::<2>().0.iter();
+    let sum: u64 = words.map(|word| u64::from(u16::from_be_bytes(*word))).sum();
+    assert_eq!(sum % 0xffff, 0, "checksum");
+    let message = v6::Message::decode(&mut Decoder::new(&reply[62..])).unwrap();
+    assert_eq!(message.xid()[..], request[63..66]);
+    assert!([v6::MessageType::Advertise, v6::MessageType::Reply].contains(&message.msg_type()));
+    let options = message.opts();
+    assert!(options.get(v6::OptionCode::ServerId).is_some());
+    assert!(options.get(v6::OptionCode::DomainNameServers).is_some());
+    let associations = options.iter().filter_map(|option| match option {
+        v6::DhcpOption::IANA(association) => Some(association),
+        _ => None,
+    });
+    let addresses = associations.flat_map(|association| association.opts.iter());
+    let given = addresses.filter_map(|option| match option {
+        v6::DhcpOption::IAAddr(address) if address.valid_life > 0 => Some(address.addr),
+        _ => None,
+    });
+    let given: Vec<_> = given.collect();
+    assert!(
+        given.len() <= 1 && given.iter().all(|given| Some(*given) == own),
+        "{given:?}"
+    );
 }
 
 /// A message to the name server.
@@ -167,13 +252,20 @@ fn check_verdict(table: &Table, packet: &[u8], verdict: &Verdict) {
             }
             for record in &message.answers {
                 let known = |is: &dyn Fn(&Host) -> bool| table.hosts.values().any(is);
+                let recorded = |address: IpAddr| table.records.values().flatten().any(|own| *own == address);
                 match &record.data {
-                    RData::A(address) => assert!(known(&|host| host.address == Some(address.0))),
-                    RData::AAAA(address) => assert!(known(&|host| host.address6 == Some(address.0))),
+                    RData::A(address) => {
+                        assert!(recorded(address.0.into()) || known(&|host| host.address == Some(address.0)))
+                    }
+                    RData::AAAA(address) => {
+                        assert!(recorded(address.0.into()) || known(&|host| host.address6 == Some(address.0)))
+                    }
                     RData::PTR(name) => {
                         let name = name.0.to_ascii();
-                        let of = |host: &Host| format!("{}.{}.internal.", host.name, table.network);
-                        assert!(known(&|host| of(host) == name), "{name}");
+                        let zone = table.zones().next().unwrap();
+                        let of = |host: &Host| format!("{}.{zone}.", host.name) == name;
+                        let is_record = table.records.contains_key(name.trim_end_matches('.'));
+                        assert!(is_record || known(&of), "{name}");
                     }
                     other => panic!("an answer has {other}"),
                 }
@@ -426,9 +518,10 @@ fn is_same(one: &[u8], other: &[u8]) -> bool {
 /// ICMPv6 messages that come to a router: each has before it the seconds since the last one, and its length.
 pub fn router_solicitations(data: &[u8]) {
     for table in TABLES.iter() {
+        let routes = table.ipv6.as_ref().map_or(0, |ipv6| ipv6.routes.len());
         assert_eq!(
             ra::advertisement(table, true).map(|message| message.len()),
-            Some(64 + 24 + 8 + (table.network.len() + 11).next_multiple_of(8))
+            Some(64 + 24 + 8 + (table.domains()[0].len() + 2).next_multiple_of(8) + routes * 24)
         );
     }
     let (mut schedule, mut now, mut last) = (Schedule::default(), Instant::now(), None::<Instant>);
@@ -529,6 +622,66 @@ mod tests {
         }
         let seeds: Vec<_> = dhcp_seeds().into_iter().map(|(seed, _)| seed).collect();
         run("dhcp_client", dhcp_client, &seeds);
+    }
+
+    /// A frame of the client with the MAC address 52:54:00:00:00:01, with these options behind its identifier.
+    fn client6(kind: u8, options: &[u8]) -> Vec<u8> {
+        let payload = [&[kind, 1, 2, 3, 0, 1, 0, 4, 0, 4, 9, 9][..], options].concat();
+        let length = u16::try_from(payload.len() + 8).unwrap().to_be_bytes();
+        let mut frame = vec![0x33, 0x33, 0, 1, 0, 2, 0x52, 0x54, 0, 0, 0, 1, 0x86, 0xdd];
+        frame.extend([0x60, 0, 0, 0, length[0], length[1], 17, 1]);
+        frame.extend(Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 0xabcd).octets());
+        frame.extend(Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 1, 2).octets());
+        frame.extend([2, 34, 2, 35, length[0], length[1], 0, 0]);
+        frame.extend(payload);
+        frame
+    }
+
+    /// With the type of the answer, if there is one.
+    fn dhcp6_seeds() -> Vec<(Seed, Option<v6::MessageType>)> {
+        use v6::MessageType::{Advertise, Reply};
+        // RFC 8415, 21.3, 21.4, 21.6, 21.14.
+        let server = [0, 2, 0, 10, 0, 3, 0, 1, 2, 0, 0, 0, 0, 1];
+        let none = [0, 3, 0, 12, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 0];
+        let own = Ipv6Addr::new(0xfd00, 0x80, 0, 0, 0x5054, 0xff, 0xfe00, 1);
+        let has = |address: Ipv6Addr| {
+            let head = [0, 3, 0, 40, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 5, 0, 24];
+            [&head[..], &address.octets(), &[0, 0, 0, 5, 0, 0, 0, 5]].concat()
+        };
+        let (with, other) = (has(own), has(Ipv6Addr::LOCALHOST));
+        let all = |parts: &[&[u8]]| parts.concat();
+        let mut stranger = client6(1, &none);
+        stranger[11] = 0xff;
+        vec![
+            (("solicit", client6(1, &none)), Some(Advertise)),
+            (("rapid", client6(1, &all(&[&none, &[0, 14, 0, 0]]))), Some(Reply)),
+            (("request", client6(3, &all(&[&server, &with]))), Some(Reply)),
+            (
+                ("renew_of_two", client6(5, &all(&[&server, &with, &other]))),
+                Some(Reply),
+            ),
+            (("rebind", client6(6, &other)), Some(Reply)),
+            (("confirm", client6(4, &with)), Some(Reply)),
+            (("confirm_elsewhere", client6(4, &other)), Some(Reply)),
+            (("release", client6(8, &all(&[&server, &with]))), Some(Reply)),
+            (("decline", client6(9, &all(&[&server, &with]))), Some(Reply)),
+            (("decline_without_server", client6(9, &with)), None),
+            (("information", client6(11, &[])), Some(Reply)),
+            (("relayed", client6(12, &none)), None),
+            (("stranger", stranger), None),
+            (("cut", client6(1, &none)[..70].to_vec()), None),
+        ]
+    }
+
+    #[test]
+    fn the_seeds_of_dhcp6_client_get_the_answers_that_they_are_for() {
+        for ((name, frame), expected) in dhcp6_seeds() {
+            let reply = dhcp6::respond(&TABLES[0], &frame);
+            let kind = reply.map(|reply| v6::Message::decode(&mut Decoder::new(&reply[62..])).unwrap());
+            assert_eq!(kind.map(|message| message.msg_type()), expected, "{name}");
+        }
+        let seeds: Vec<_> = dhcp6_seeds().into_iter().map(|(seed, _)| seed).collect();
+        run("dhcp6_client", dhcp6_client, &seeds);
     }
 
     /// A query for records of a type.
@@ -740,6 +893,10 @@ mod tests {
         changed(dhcp_seeds().into_iter().map(|(seed, _)| seed).collect())
     }
 
+    fn dhcp6_frames() -> impl Strategy<Value = Vec<u8>> {
+        changed(dhcp6_seeds().into_iter().map(|(seed, _)| seed).collect())
+    }
+
     fn dns_packets() -> impl Strategy<Value = Vec<u8>> {
         changed(dns_seeds().into_iter().map(|(seed, _)| seed).collect())
     }
@@ -754,6 +911,16 @@ mod tests {
         #[test]
         fn no_changes_make_dhcp_client_do_harm(data in dhcp_packets()) {
             dhcp_client(&data);
+        }
+
+        #[test]
+        fn no_changes_make_dhcp6_client_do_harm(data in dhcp6_frames()) {
+            dhcp6_client(&data);
+        }
+
+        #[test]
+        fn no_bytes_harm_dhcp6_client(data in any_bytes()) {
+            dhcp6_client(&data);
         }
 
         #[test]

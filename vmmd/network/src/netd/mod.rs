@@ -12,6 +12,7 @@ mod forward;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 mod ra;
+pub mod report;
 pub mod server;
 mod special;
 mod streams;
@@ -19,7 +20,7 @@ mod table;
 
 pub use dhcp6::open as open_dhcp6;
 pub use ra::open as open_routers;
-pub use table::{Host, Ipv4, Ipv6, Table};
+pub use table::{DhcpOption, Host, Ipv4, Ipv6, Route4, Route6, Table};
 
 #[cfg(test)]
 pub(crate) mod tests {

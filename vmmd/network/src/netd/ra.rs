@@ -163,7 +163,23 @@ pub fn advertisement(table: &Table, autonomous: bool) -> Option<Vec<u8>> {
     message.extend([0; 4]);
     message.extend(ipv6.prefix.octets());
     names(ipv6, &table.domains(), &mut message);
+    for route in &ipv6.routes {
+        route_information(route.to, &mut message);
+    }
     Some(message)
+}
+
+/// A route over this router, with the medium preference (RFC 4191, 2.3).
+fn route_information((to, prefix): (Ipv6Addr, u8), message: &mut Vec<u8>) {
+    let octets = to.octets();
+    let significant = match prefix {
+        0 => 0,
+        1..=64 => 8,
+        _ => 16,
+    };
+    message.extend([24, 1 + significant / 8, prefix, 0]);
+    message.extend(u32::from(ROUTER_LIFETIME).to_be_bytes());
+    message.extend(octets.iter().take(significant.into()));
 }
 
 /// The name server and the domains of the guests (RFC 8106, 5.1, 5.2).
@@ -216,6 +232,26 @@ mod tests {
             ..table()
         };
         assert_eq!(advertisement(&without, true), None);
+    }
+
+    #[test]
+    fn guests_are_told_routes_over_the_gateway() {
+        let mut table = table();
+        let short = advertisement(&table, false).unwrap().len();
+        let routes = [("2001:db8::", 32), ("2001:db8:0:1::2", 128)];
+        table.ipv6.as_mut().unwrap().routes = routes
+            .map(|(to, prefix)| super::super::Route6 {
+                to: (to.parse().unwrap(), prefix),
+            })
+            .to_vec();
+        let message = advertisement(&table, false).unwrap();
+        let (first, second) = message[short..].split_at(16);
+        assert_eq!(first, b"\x18\x02\x20\0\0\0\x07\x08\x20\x01\x0d\xb8\0\0\0\0");
+        assert_eq!(second[..8], [24, 3, 128, 0, 0, 0, 7, 8]);
+        assert_eq!(
+            second[8..],
+            "2001:db8:0:1::2".parse::<Ipv6Addr>().unwrap().octets()
+        );
     }
 
     #[test]

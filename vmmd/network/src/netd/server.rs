@@ -4,6 +4,7 @@
 //! all rights ([`confine`](super::confine)) before it reads the first packet, and lives until it is killed.
 
 use std::{
+    collections::{BTreeMap, btree_map::Entry},
     fs::File,
     io::{self, Read as _},
     net::{IpAddr, Ipv6Addr, SocketAddr, SocketAddrV6, TcpListener, ToSocketAddrs, UdpSocket},
@@ -23,6 +24,7 @@ use rustix::{
     io::Errno,
 };
 use vmmd_host::sys::{self, clone::FIRST_FD};
+use vmmd_spec::nic::Mac;
 
 use super::{
     Table,
@@ -31,6 +33,7 @@ use super::{
     dns::{self, Verdict, Way},
     forward::{Answer, Forwarder},
     ra,
+    report::{self, Declined},
     streams::{self, Streams},
 };
 
@@ -38,7 +41,7 @@ use super::{
 pub const TABLE: &str = "table.json";
 /// Largest table in bytes: 65,536 hosts of less than 250 bytes.
 const MAX_TABLE: u64 = 16 << 20;
-/// Time between two messages about declined addresses: a guest can decline as often as it likes.
+/// Time between two reports about declined addresses of a guest, which can decline as often as it likes.
 const DECLINE_PAUSE: Duration = Duration::from_secs(10);
 /// Largest UDP packet.
 const MAX_PACKET: usize = 65_535;
@@ -59,6 +62,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         sys::inherited(place).with_context(|| format!("take {what}"))
     };
     let folder = take("the network's folder")?;
+    let reports = take("the pipe for reports")?;
     // The addresses of the network never change.
     let table = openat(&folder, TABLE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
     let table = table.context("open the table").and_then(|file| read(file.into()));
@@ -87,7 +91,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         streams: streams.context("open sockets for name servers by TCP")?,
         routers,
         schedule: ra::Schedule::default(),
-        declined: None,
+        reports,
+        declined: BTreeMap::new(),
         forwarder: Forwarder::open().context("open sockets for name servers")?,
         tables: Tables::of(TABLE.into()),
         packet: vec![0; MAX_PACKET],
@@ -128,8 +133,10 @@ struct Server {
     dhcp6: Option<OwnedFd>,
     /// None without IPv4.
     dhcp: Option<UdpSocket>,
-    /// When the last message about a declined address was written.
-    declined: Option<Instant>,
+    /// The pipe for reports.
+    reports: OwnedFd,
+    /// When the last report about a declined address of a NIC was sent, as far as this is less than [`DECLINE_PAUSE`] ago.
+    declined: BTreeMap<Mac, Instant>,
     /// Sockets for IPv4 and for IPv6.
     dns: [Option<UdpSocket>; 2],
     forwarder: Forwarder,
@@ -279,16 +286,27 @@ impl Server {
             Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
             Err(errno) => return Err(errno.into()),
         };
-        let frame = self.packet.get(..length).unwrap_or_default();
-        if let Some(reply) = self
-            .tables
-            .current()
-            .and_then(|table| dhcp6::respond(table, frame))
-        {
+        let (Some(table), Some(frame)) = (self.tables.current(), self.packet.get(..length)) else {
+            return Ok(());
+        };
+        if let Some(reply) = dhcp6::respond(table, frame) {
             // Not sendto(2), by which a frame can leave by other interfaces: the filter of system calls forbids it here.
             let _lost = rustix::io::write(socket, &reply);
         }
+        if let Some(declined) = dhcp6::declined(table, frame) {
+            self.report(&declined);
+        }
         Ok(())
+    }
+
+    /// Reports a declined address to the daemon.
+    fn report(&mut self, declined: &Declined) {
+        let now = Instant::now();
+        self.declined.retain(|_, last| *last + DECLINE_PAUSE > now);
+        if let Entry::Vacant(first) = self.declined.entry(declined.mac) {
+            first.insert(now);
+            report::send(&self.reports, declined);
+        }
     }
 
     fn dhcp(&mut self) -> io::Result<()> {
@@ -304,16 +322,8 @@ impl Server {
         if let Some((reply, to)) = dhcp::respond(table, packet) {
             answer(socket, &reply, to);
         }
-        let now = Instant::now();
-        if self.declined.is_none_or(|last| last + DECLINE_PAUSE <= now)
-            && let Some(host) = dhcp::declined(table, packet)
-            && let Some(address) = host.address
-        {
-            self.declined = Some(now);
-            eprintln!(
-                "VM \"{}\" declines its address {address} in the network \"{}\": another host of the network uses the address",
-                host.name, table.network
-            );
+        if let Some(declined) = dhcp::declined(table, packet) {
+            self.report(&declined);
         }
         Ok(())
     }
@@ -425,6 +435,8 @@ impl Tables {
 mod tests {
     use std::fs;
 
+    use vmmd_spec::network::dns::{MAX_ADDRESSES, MAX_RECORDS};
+
     use super::{
         super::{Host, dhcp::tests::table},
         *,
@@ -468,6 +480,9 @@ mod tests {
         };
         let mut table = table();
         table.hosts.clear();
+        let addresses = [IpAddr::from([0xff; 16]); MAX_ADDRESSES];
+        let records = (0..MAX_RECORDS).map(|number| (format!("{number:a>253}"), addresses.to_vec()));
+        table.records = records.collect();
         let none = serde_json::to_vec(&table).unwrap().len();
         table.hosts.insert("52:54:00:00:00:01".into(), host);
         let one = serde_json::to_vec(&table).unwrap().len() - none;

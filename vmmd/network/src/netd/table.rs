@@ -12,6 +12,12 @@ use serde::{Deserialize, Serialize};
 pub struct Table {
     /// The network's name: `<vm>.<network>.internal`; empty for a network without names of its own.
     pub network: String,
+    /// Domain of the names of VMs besides `<network>.internal`; empty without one.
+    #[serde(default)]
+    pub domain: String,
+    /// Addresses by complete name, in lower case and without a dot at the end.
+    #[serde(default)]
+    pub records: BTreeMap<String, Vec<IpAddr>>,
     /// Domains of a network without names of its own, the guests' own one first.
     #[serde(default)]
     pub search: Vec<String>,
@@ -27,7 +33,7 @@ pub struct Table {
     #[serde(default)]
     pub site: bool,
     /// NTP servers.
-    pub ntp: Vec<Ipv4Addr>,
+    pub ntp: Vec<IpAddr>,
     /// For how long VMs are given their addresses, in seconds.
     pub lease_seconds: u32,
     /// IPv6 configuration, if the network has IPv6.
@@ -39,10 +45,18 @@ pub struct Table {
 impl Table {
     /// Domains in which guests look names up, their own one first, without a dot at the end.
     pub fn domains(&self) -> Vec<String> {
-        match self.network.as_str() {
-            "" => self.search.clone(),
-            network => vec![format!("{network}.internal")],
+        match self.zones().next() {
+            None => self.search.clone(),
+            Some(own) => vec![own],
         }
+    }
+
+    /// Domains of the names of VMs, without a dot at the end. The first one is in the names of addresses.
+    pub fn zones(&self) -> impl Iterator<Item = String> {
+        let internal = Some(&self.network).filter(|network| !network.is_empty());
+        let internal = internal.map(|network| format!("{network}.internal"));
+        let domain = Some(self.domain.clone()).filter(|domain| !domain.is_empty());
+        domain.into_iter().chain(internal)
     }
 }
 
@@ -55,6 +69,37 @@ pub struct Ipv4 {
     pub mask: Ipv4Addr,
     /// The network's broadcast address.
     pub broadcast: Ipv4Addr,
+    /// Routes besides the default route.
+    #[serde(default)]
+    pub routes: Vec<Route4>,
+    /// Options that the daemon does not know, each code once.
+    #[serde(default)]
+    pub options: Vec<DhcpOption>,
+}
+
+/// A route of IPv4.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Route4 {
+    /// The destination's first address, and the bits of its prefix.
+    pub to: (Ipv4Addr, u8),
+    /// The next hop.
+    pub via: Ipv4Addr,
+}
+
+/// A route of IPv6 over the gateway.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Route6 {
+    /// The destination's first address, and the bits of its prefix.
+    pub to: (Ipv6Addr, u8),
+}
+
+/// An option of DHCP.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DhcpOption {
+    /// Its code, 1 to 254 for IPv4.
+    pub code: u16,
+    /// Its bytes.
+    pub value: Vec<u8>,
 }
 
 /// Data from which guests form their IPv6 addresses and routes (RFC 4861, 4.2).
@@ -66,6 +111,12 @@ pub struct Ipv6 {
     pub mac: [u8; 6],
     /// The first 64 bits of all addresses.
     pub prefix: Ipv6Addr,
+    /// Routes besides the default route.
+    #[serde(default)]
+    pub routes: Vec<Route6>,
+    /// Options that the daemon does not know, each code once.
+    #[serde(default)]
+    pub options: Vec<DhcpOption>,
 }
 
 impl Ipv6 {

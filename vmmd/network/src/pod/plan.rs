@@ -83,11 +83,15 @@ pub fn table(
     Table {
         network: String::new(),
         search: domains(&resolver.search),
+        domain: String::new(),
+        records: BTreeMap::new(),
         routes: true,
         ipv4: has_ipv4.then(|| netd::Ipv4 {
             gateway: addresses.gateway4,
             mask,
             broadcast: addresses.gateway4 | !mask,
+            routes: Vec::new(),
+            options: Vec::new(),
         }),
         mtu: u16::try_from(mtu).unwrap_or(u16::MAX),
         forward: resolver.servers.iter().copied().take(NAME_SERVERS).collect(),
@@ -98,6 +102,8 @@ pub fn table(
             bridge: end.tap.clone(),
             mac: tap_mac,
             prefix: NETWORK6.first(),
+            routes: Vec::new(),
+            options: Vec::new(),
         }),
         hosts: BTreeMap::from([(end.mac.to_string(), host)]),
     }

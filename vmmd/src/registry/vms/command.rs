@@ -138,6 +138,8 @@ pub enum Command {
     Reconsider,
     /// See whether its `vmm` answers.
     Probe,
+    /// A network has given one of its NICs another address: publish its state.
+    Addresses,
     /// About its disks.
     Disk {
         /// Context of the request.
@@ -342,6 +344,7 @@ impl Command {
             Self::Update { update, .. } => Some(&update.context),
             Self::Reconsider
             | Self::Probe
+            | Self::Addresses
             | Self::Client(..)
             | Self::Quiet(..)
             | Self::Guest(_)

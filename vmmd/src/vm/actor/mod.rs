@@ -352,6 +352,10 @@ impl Actor {
                 self.ask_state();
                 return ControlFlow::Continue(());
             }
+            Command::Addresses => {
+                self.publish();
+                return ControlFlow::Continue(());
+            }
             Command::Disk {
                 context,
                 request,

@@ -223,7 +223,11 @@ impl Unusable {
                     return false;
                 }
             },
-            Command::Reconsider | Command::Probe | Command::Guest(_) | Command::Probed(_) => return false,
+            Command::Reconsider
+            | Command::Probe
+            | Command::Addresses
+            | Command::Guest(_)
+            | Command::Probed(_) => return false,
             Command::Disk { reply, .. } => {
                 let _ = reply.send(Err(self.refusal()));
                 return false;

@@ -381,6 +381,10 @@ stored! {
         firewall: Option<NicFirewall>,
         #[prost(uint32, tag = "20")]
         boot_order: u32,
+        #[prost(uint32, tag = "22")]
+        vlan: u32,
+        #[prost(bool, tag = "23")]
+        mac_filter: bool,
     }
 }
 

@@ -11,7 +11,10 @@ use super::*;
 use crate::harness::{assert_refused, assert_says, generation, metadata_of};
 
 impl Daemon {
-    async fn update_network(&self, request: v1::UpdateNetworkRequest) -> Result<v1::Network, Status> {
+    pub(super) async fn update_network(
+        &self,
+        request: v1::UpdateNetworkRequest,
+    ) -> Result<v1::Network, Status> {
         let answer = self.networks().await.update_network(request).await?;
         Ok(answer.into_inner().network.unwrap())
     }
@@ -32,7 +35,7 @@ impl Daemon {
 }
 
 /// The request to change these fields of the network "lan".
-fn change(paths: &[&str], spec: NetworkSpec) -> v1::UpdateNetworkRequest {
+pub(super) fn change(paths: &[&str], spec: NetworkSpec) -> v1::UpdateNetworkRequest {
     v1::UpdateNetworkRequest {
         network: Some(v1::Network {
             metadata: metadata_of("lan"),

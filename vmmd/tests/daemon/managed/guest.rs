@@ -1,6 +1,7 @@
 //! Stand-ins for a guest and for a name server outside.
 
 use std::{
+    collections::BTreeMap,
     io::{BufRead as _, BufReader},
     net::Ipv4Addr,
     process::{Child, ChildStdout, Command, Stdio},
@@ -62,6 +63,17 @@ pub fn world(node: &Namespace) -> Namespace {
     namespace
 }
 
+/// Options of a message of DHCP.
+fn options(message: &[u8]) -> BTreeMap<u8, Vec<u8>> {
+    let (mut rest, mut options) = (&message[240..], BTreeMap::new());
+    while let [code @ 1..=254, length, more @ ..] = rest {
+        let (value, more) = more.split_at((*length).into());
+        options.insert(*code, value.to_vec());
+        rest = more;
+    }
+    options
+}
+
 /// A client on a port of the bridge, in a namespace of its own: a guest as the network sees it.
 pub struct Guest {
     pub namespace: Namespace,
@@ -80,8 +92,23 @@ impl Guest {
         Self { namespace }
     }
 
-    /// Asks for an address by DHCP, by a program of Python's; the answer's address and router.
+    /// Asks for an address by DHCP; the answer's address and router.
     pub fn dhcp(&self, mac: &str) -> Option<(Ipv4Addr, Ipv4Addr)> {
+        let answer = self.dhcp_answer(mac)?;
+        let address = |bytes: &[u8]| Ipv4Addr::from(<[u8; 4]>::try_from(bytes).unwrap());
+        let router = options(&answer)
+            .get(&3)
+            .map_or(Ipv4Addr::UNSPECIFIED, |router| address(router));
+        Some((address(&answer[16..20]), router))
+    }
+
+    /// Asks for an address by DHCP; the answer's options.
+    pub fn dhcp_options(&self, mac: &str) -> BTreeMap<u8, Vec<u8>> {
+        options(&self.dhcp_answer(mac).unwrap())
+    }
+
+    /// Asks for an address by DHCP, by a program of Python's; the answer.
+    fn dhcp_answer(&self, mac: &str) -> Option<Vec<u8>> {
         let program = r#"
 import socket, struct, sys
 mac = bytes.fromhex(sys.argv[1].replace(':', ''))
@@ -97,18 +124,13 @@ for _ in range(5):
         answer = s.recv(2000)
     except TimeoutError:
         continue
-    options, router = answer[240:], b''
-    while options and options[0] != 255:
-        if options[0] == 3:
-            router = options[2:6]
-        options = options[2 + options[1]:]
-    print(socket.inet_ntoa(answer[16:20]), socket.inet_ntoa(router))
+    print(answer.hex())
     break
 "#;
         let output = self.namespace.python(program).args([mac]).output().unwrap();
-        let said = String::from_utf8(output.stdout).unwrap();
-        let (address, router) = said.trim().split_once(' ')?;
-        Some((address.parse().unwrap(), router.parse().unwrap()))
+        let digits = output.stdout.trim_ascii().as_chunks::<2>().0;
+        let byte = |digits: &[u8; 2]| u8::from_str_radix(str::from_utf8(digits).unwrap(), 16).unwrap();
+        (!digits.is_empty()).then(|| digits.iter().map(byte).collect())
     }
 
     /// Asks a name server for the address of a name, of the family of the server's address: the response code (RFC 1035, 4.1.1), and
