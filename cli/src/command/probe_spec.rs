@@ -72,7 +72,9 @@ fn check(text: &str) -> Result<Check, String> {
         }),
         "agent" if rest.is_empty() => Check::Agent(v1::AgentCheck {}),
         _ => {
-            return Err("must be tcp:PORT, http:PORT/PATH, https:PORT/PATH, exec:COMMAND or agent".to_owned());
+            return Err(
+                "must be tcp:PORT, http:PORT/PATH, https:PORT/PATH, exec:COMMAND or agent".to_owned(),
+            );
         }
     })
 }
