@@ -26,7 +26,6 @@ mod node;
 mod paths;
 mod peers;
 mod pod;
-mod probe;
 pub mod program;
 mod registry;
 mod screen;

@@ -53,7 +53,7 @@ pub struct Probe {
     pub failure_threshold: u32,
 }
 
-/// What a probe checks.
+/// Check of a probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Check {
     /// A connection is accepted.

@@ -11,6 +11,7 @@
 //! | [`instance`] | one run: the process, its connection, its claims on the node |
 //! | [`machine`] | machine description for a `vmm`, differences of a running machine from its spec, cgroup limits |
 //! | [`migratable`](mod@migratable) | whether a VM can be moved to another node |
+//! | [`probe`] | periodic checks of a guest |
 //! | [`recovery`] | a VM after the daemon's restart, after a panic of its actor, and an unusable VM |
 
 mod actor;
@@ -19,6 +20,7 @@ mod api;
 mod instance;
 mod machine;
 mod migratable;
+mod probe;
 pub mod recovery;
 mod start;
 

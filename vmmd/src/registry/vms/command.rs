@@ -25,7 +25,7 @@ use vmmd_spec::mask::UpdateMask;
 use vmmd_store::{AbortRecord, Hardware, VmRecord};
 
 use super::Vms;
-use crate::{control::Client, probe::Report};
+use crate::control::Client;
 
 /// Where an answer goes: the VM's state after the request, or why not.
 pub type Reply = oneshot::Sender<Result<Arc<v1::Vm>, Failure>>;
@@ -171,6 +171,40 @@ pub enum Command {
     Probed(Report),
     /// Note durably whether the file systems of the guest may be frozen.
     Frozen(bool, oneshot::Sender<Result<(), Failure>>),
+}
+
+/// The probes of a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Probe {
+    /// `spec.probes.startup`.
+    Startup,
+    /// `spec.probes.readiness`.
+    Readiness,
+    /// `spec.probes.liveness`.
+    Liveness,
+}
+
+impl Probe {
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Startup => "startup",
+            Self::Readiness => "readiness",
+            Self::Liveness => "liveness",
+        }
+    }
+}
+
+/// State of a probe, which has changed. Reports of a failure that ends the run are repeated, since
+/// another action may be under way.
+#[derive(Debug)]
+pub struct Report {
+    /// Number of the prober that reports: see `vm::instance::Health`.
+    pub prober: u64,
+    /// The probe.
+    pub kind: Probe,
+    /// It succeeds, or why it has failed.
+    pub state: Result<(), String>,
 }
 
 /// How writes to the disks of a VM are prevented.

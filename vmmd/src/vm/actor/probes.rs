@@ -10,7 +10,10 @@ use vmmd_objects::{
 };
 
 use super::{Actor, work::Work};
-use crate::probe::{Kind, Prober, Report};
+use crate::{
+    registry::vms::command::{Probe as Kind, Report},
+    vm::probe::Prober,
+};
 
 /// Time that a guest with a failed probe has to power off, as a container of Kubernetes.
 const GRACE: Duration = Duration::from_secs(30);

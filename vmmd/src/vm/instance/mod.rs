@@ -35,8 +35,8 @@ use crate::{
     control::{Client, bounds},
     host::Host,
     paths::RuntimeDir,
-    probe::Prober,
     share::Keepers,
+    vm::probe::Prober,
 };
 
 /// Time that a `vmm` of an earlier daemon has to answer. Afterwards the daemon continues without

@@ -17,7 +17,7 @@ use crate::{
     guest::{Agent, end_of},
     host::Host,
     registry::vms::Entry,
-    vm::address,
+    vm::address::address,
 };
 
 /// Name of the client in requests.

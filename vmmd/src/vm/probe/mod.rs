@@ -23,42 +23,11 @@ use vmmd_spec::probe::{Probe, Probes};
 use self::check::Checker;
 use crate::{
     host::Host,
-    registry::vms::{Entry, command::Command},
+    registry::vms::{
+        Entry,
+        command::{Command, Probe as Kind, Report},
+    },
 };
-
-/// The probes of a VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// `spec.probes.startup`.
-    Startup,
-    /// `spec.probes.readiness`.
-    Readiness,
-    /// `spec.probes.liveness`.
-    Liveness,
-}
-
-impl Kind {
-    /// For people.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Startup => "startup",
-            Self::Readiness => "readiness",
-            Self::Liveness => "liveness",
-        }
-    }
-}
-
-/// State of a probe, which has changed. Reports of a failure that ends the run are repeated, since
-/// another action may be under way.
-#[derive(Debug)]
-pub struct Report {
-    /// Number of the prober.
-    pub prober: u64,
-    /// The probe.
-    pub kind: Kind,
-    /// It succeeds, or why it has failed.
-    pub state: Result<(), String>,
-}
 
 /// The probes of one run. They end when this is dropped.
 #[derive(Debug)]
