@@ -93,20 +93,52 @@ impl<'case> Wired<'case> {
     }
 }
 
+impl Wired<'_> {
+    /// The second NIC is in its VLAN alone, and frames with another MAC address do not pass.
+    fn is_in_its_vlan_with_its_mac(&mut self) {
+        let node = self.case.node();
+        let bridge = self.vm.field("/status/nics/1/bridge");
+        let tap = self.vm.field("/status/nics/1/tap");
+        let shown = node.sh(&format!("bridge -c=never vlan show dev {tap} | tail -n 1"));
+        let words: Vec<_> = shown.split_whitespace().collect();
+        assert!(words.ends_with(&["20", "PVID", "Egress", "Untagged"]), "{shown}");
+        self.console
+            .run("ip addr add 10.9.100.2/24 dev eth1 && ip link set eth1 up");
+        let ping = "ping -c 3 -i 0.2 -W 10 10.9.100.2";
+        node.sh(ping);
+        let mac = self.vm.field("/status/nics/1/mac");
+        self.console.run("ip link set eth1 address 02:00:00:00:00:99");
+        node.sh(&format!("ip neigh flush dev {bridge}.20"));
+        assert!(node.try_sh("ping -c 1 -W 2 10.9.100.2").is_err());
+        self.console.run(&format!("ip link set eth1 address {mac}"));
+        node.sh(ping);
+        node.sh(&format!("ip link del {bridge}.20"));
+    }
+}
+
 #[test]
 fn nic_with_two_queues_keeps_data_and_follows_its_link() {
     let case = Case::new("nic");
+    // The second NIC is in VLAN 20, in which the node is 10.9.100.1.
     let mut wired = Wired::start(&case, 0, |bridge| {
+        case.node().sh(&format!(
+            "modprobe 8021q && ip link set {bridge} type bridge vlan_filtering 1 && bridge vlan add dev {bridge} vid 20 self && \
+             ip link add link {bridge} name {bridge}.20 type vlan id 20 && ip addr add 10.9.100.1/24 dev {bridge}.20 && ip link set {bridge}.20 up"
+        ));
         VmSpec::busybox(Kernel::Cloud612)
             .cores(2)
             .nic("eth0", bridge)
             .set("/nics/0/queues", json!(2))
+            .nic("lan", bridge)
+            .set("/nics/1/vlan", json!(20))
+            .set("/nics/1/macFilter", json!(true))
     });
     let queues = wired.console.run("ls /sys/class/net/eth0/queues");
     assert!(queues.contains("rx-1") && queues.contains("tx-1"), "{queues}");
     wired.ping();
     wired.compare([7000, 7001]);
     wired.flap();
+    wired.is_in_its_vlan_with_its_mac();
 }
 
 /// A macvtap that somebody made, on a bridge that has a port, and so a carrier: the node is on the same network by a macvlan. The kernel

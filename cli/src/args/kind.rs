@@ -96,7 +96,7 @@ pub enum Create {
     /// Create an image from a URL, a file of the node or an OCI image
     Image(Box<CreateImage>),
     /// Create a network: a bridge with addresses, DHCP, and a way to the outside
-    Network(CreateNetwork),
+    Network(Box<CreateNetwork>),
     /// Take a snapshot of a VM; a running VM continues
     Snapshot(CreateSnapshot),
     /// Add a NIC to a VM; a running VM gets it at once
@@ -116,7 +116,7 @@ pub enum Update {
     /// Make a disk larger; a running guest sees it at once
     Disk(UpdateDisk),
     /// Change a network while VMs are in it
-    Network(UpdateNetwork),
+    Network(Box<UpdateNetwork>),
     /// Change a NIC of a VM: its link and limits at once, the rest at the next start
     Nic(UpdateNic),
     /// Set (KEY=VALUE) and remove (KEY-) labels of the node

@@ -82,7 +82,7 @@ fn agent(programs: Vec<(&'static str, Program)>) -> impl Fn(&Value) -> Vec<u8> +
 }
 
 /// A probe by a program, each second.
-fn by(program: &str, more: Value) -> Value {
+fn by(program: &str, more: &Value) -> Value {
     let mut probe = json!({"exec": {"command": [program]}, "periodSeconds": 1, "failureThreshold": 1});
     let more = more.as_object().unwrap().clone();
     probe.as_object_mut().unwrap().extend(more);
@@ -101,7 +101,7 @@ async fn readiness_probe_decides_about_ready() {
     let program = Program::with(4);
     let vm = guest(&daemon, agent(vec![("check", program.clone())])).await;
     assert_eq!(ready(status(&vm)), (ConditionStatus::True, "Running"));
-    set(&daemon, json!({"readiness": by("check", json!({}))})).await;
+    set(&daemon, json!({"readiness": by("check", &json!({}))})).await;
     let failed = |status: &VmStatus| ready(status) == (ConditionStatus::False, "ProbeFailed");
     let state = daemon.wait("web", failed).await;
     let message = &condition(&state, "Ready").message;
@@ -127,7 +127,7 @@ async fn failed_liveness_probe_ends_the_run(#[case] policy: RunPolicy, #[case] a
     let mut daemon = Daemon::configured(LONG).await;
     let program = Program::with(0);
     guest(&daemon, agent(vec![("check", program.clone())])).await;
-    let set = probes(json!({"liveness": by("check", json!({"failureThreshold": 2}))}));
+    let set = probes(json!({"liveness": by("check", &json!({"failureThreshold": 2}))}));
     let changed = daemon.change("web", |spec| {
         spec.probes = set;
         spec.run_policy = policy.into();
@@ -164,10 +164,10 @@ async fn other_probes_wait_for_the_startup_probe() {
     let (started, alive) = (Program::with(1), Program::with(0));
     let programs = || vec![("started", started.clone()), ("alive", alive.clone())];
     let vm = guest(&daemon, agent(programs())).await;
-    let startup = by("started", json!({"failureThreshold": 1000}));
+    let startup = by("started", &json!({"failureThreshold": 1000}));
     set(
         &daemon,
-        json!({"startup": startup, "liveness": by("alive", json!({}))}),
+        json!({"startup": startup, "liveness": by("alive", &json!({}))}),
     )
     .await;
     // Its second run begins when the first one has its result.

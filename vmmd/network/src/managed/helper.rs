@@ -362,7 +362,7 @@ async fn hear(pipe: io::Result<pipe::Receiver>, folder: &Path, ends: &Ends) {
             sleep(REPORT_PAUSE).await;
         }
     }
-    std::future::pending().await
+    std::future::pending::<()>().await;
 }
 
 /// After the end of a helper and a pause another one is due, if the folder still names the one that has ended.

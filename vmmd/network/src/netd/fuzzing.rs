@@ -255,10 +255,12 @@ fn check_verdict(table: &Table, packet: &[u8], verdict: &Verdict) {
                 let recorded = |address: IpAddr| table.records.values().flatten().any(|own| *own == address);
                 match &record.data {
                     RData::A(address) => {
-                        assert!(recorded(address.0.into()) || known(&|host| host.address == Some(address.0)))
+                        assert!(recorded(address.0.into()) || known(&|host| host.address == Some(address.0)));
                     }
                     RData::AAAA(address) => {
-                        assert!(recorded(address.0.into()) || known(&|host| host.address6 == Some(address.0)))
+                        assert!(
+                            recorded(address.0.into()) || known(&|host| host.address6 == Some(address.0))
+                        );
                     }
                     RData::PTR(name) => {
                         let name = name.0.to_ascii();
