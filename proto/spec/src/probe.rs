@@ -263,7 +263,7 @@ mod tests {
 
     use super::*;
 
-    fn probes(readiness: serde_json::Value, agent: bool) -> (Probes, Vec<String>) {
+    fn probes(readiness: &serde_json::Value, agent: bool) -> (Probes, Vec<String>) {
         let mut json = json!({"probes": {"readiness": readiness}, "nics": [{"name": "eth0"}]});
         if agent {
             json["guestAgent"] = json!({});
@@ -276,7 +276,7 @@ mod tests {
 
     #[test]
     fn defaults_are_those_of_kubernetes() {
-        let (probes, found) = probes(json!({"tcp": {"port": 22}}), false);
+        let (probes, found) = probes(&json!({"tcp": {"port": 22}}), false);
         assert_eq!(found, Vec::<String>::new());
         let probe = probes.readiness.unwrap();
         let seconds = [probe.initial_delay, probe.period, probe.timeout].map(|time| time.as_secs());
@@ -286,7 +286,7 @@ mod tests {
 
     #[test]
     fn each_mistake_is_named() {
-        let fields = |readiness, agent| probes(readiness, agent).1;
+        let fields = |readiness: serde_json::Value, agent| probes(&readiness, agent).1;
         let of = |field: &str| vec![format!("spec.probes.readiness{field}")];
         assert_eq!(fields(json!({}), true), of(""));
         assert_eq!(fields(json!({"tcp": {}}), true), of(".tcp.port"));
