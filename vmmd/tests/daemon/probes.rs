@@ -11,7 +11,7 @@ use tokio::sync::Semaphore;
 use vmmd_api::v1::{self, ConditionStatus, ExitReason, RunPolicy, VmPhase, VmStatus};
 
 use crate::{
-    agent::{guest, listen, reply},
+    agent::{guest, reply},
     harness::{Daemon, status},
     policies::{self, LONG, waits},
     verbs::condition,
@@ -162,8 +162,8 @@ async fn a_silent_agent_fails_a_liveness_probe() {
 async fn other_probes_wait_for_the_startup_probe() {
     let mut daemon = Daemon::start().await;
     let (started, alive) = (Program::with(1), Program::with(0));
-    let programs = || vec![("started", started.clone()), ("alive", alive.clone())];
-    let vm = guest(&daemon, agent(programs())).await;
+    let programs = vec![("started", started.clone()), ("alive", alive.clone())];
+    let vm = guest(&daemon, agent(programs)).await;
     let startup = by("started", &json!({"failureThreshold": 1000}));
     set(
         &daemon,
@@ -175,16 +175,15 @@ async fn other_probes_wait_for_the_startup_probe() {
     started.runs().await;
     let state = daemon.get("web").await.unwrap();
     assert_eq!(ready(status(&state)), (ConditionStatus::False, "Probing"));
+    assert_eq!(alive.forget_runs(), 0);
     started.ends_with(0);
     let is_ready = |status: &VmStatus| ready(status).0 == ConditionStatus::True;
     daemon.wait("web", is_ready).await;
     daemon.told_exactly("Healthy", 1).await;
-    assert_eq!(alive.forget_runs(), 0);
     alive.runs().await;
     // The guest of an earlier daemon has started. Its reset begins another start.
     started.forget_runs();
     daemon.kill_and_restart().await;
-    listen(&daemon, &vm, agent(programs()));
     daemon.wait("web", is_ready).await;
     alive.forget_runs();
     alive.runs().await;

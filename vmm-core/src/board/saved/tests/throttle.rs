@@ -2,6 +2,8 @@
 
 use std::{io::Read as _, sync::mpsc::RecvTimeoutError, time::Instant};
 
+use vm_memory::{Bytes as _, GuestAddress};
+
 use super::{
     snapshot::{Kit, One},
     *,
@@ -21,6 +23,8 @@ const REWRITER: [u8; 23] = [
     0xe2, 0xf6, // loop next
     0xeb, 0xe9, // jmp again
 ];
+/// Address of these pages. Their first word changes when the guest begins again.
+const REWRITTEN: u64 = 0x40_0000;
 /// Maximum rate of the receiver, in bytes per millisecond: the 8 MiB take 128 ms.
 const BYTES_PER_MS: usize = 64 << 10;
 /// Within which 3.75 MiB can be sent.
@@ -31,10 +35,15 @@ const SHORT_DOWNTIME: Duration = Duration::from_millis(1);
 /// Time that is made up for, since timers are late.
 const LATE: Duration = Duration::from_millis(10);
 
+/// Data between two waits for the guest, in bytes.
+const PIECE: usize = 1 << 20;
+
 /// Copies the data from a socket to a file at a limited rate, which does not rise after a stall.
-fn slowly(mut socket: UnixStream) -> thread::JoinHandle<File> {
+/// `guest_ran` is called after each [`PIECE`], and waits until the guest has run.
+fn slowly(mut socket: UnixStream, mut guest_ran: impl FnMut() + Send + 'static) -> thread::JoinHandle<File> {
     thread::spawn(move || {
         let (mut stream, mut due) = (tempfile::tempfile().unwrap(), Instant::now());
+        let mut copied = 0;
         let mut piece = vec![0; BYTES_PER_MS];
         loop {
             let length = socket.read(&mut piece).unwrap();
@@ -42,6 +51,11 @@ fn slowly(mut socket: UnixStream) -> thread::JoinHandle<File> {
                 return stream;
             }
             stream.write_all(&piece[..length]).unwrap();
+            copied += length;
+            if copied >= PIECE {
+                copied = 0;
+                guest_ran();
+            }
             let takes = Duration::from_millis(1).mul_f64(length as f64 / BYTES_PER_MS as f64);
             let now = Instant::now();
             due = due.max(now.checked_sub(LATE).unwrap_or(now)) + takes;
@@ -71,7 +85,19 @@ impl One {
         downtime: Duration,
     ) -> Result<(File, Report, Vec<Round>), Failure> {
         let (near, far) = UnixStream::pair().unwrap();
-        let stream = slowly(far);
+        let memory = self.machine.ram.memory().clone();
+        let mut last = 0_u32;
+        // A processor of the host that is busy can stop the guest for a whole round.
+        let guest_ran = move || {
+            let began = Instant::now();
+            let changed = || memory.read_obj::<u32>(GuestAddress(REWRITTEN)).unwrap();
+            while policy == Policy::AlwaysSafe && changed() == last {
+                assert!(began.elapsed() < PATIENCE, "the guest does not run");
+                thread::sleep(Duration::from_millis(1));
+            }
+            last = changed();
+        };
+        let stream = slowly(far, guest_ran);
         let purpose = Purpose::Migration { downtime, policy };
         let socket = OwnedFd::from(near);
         self.machine
