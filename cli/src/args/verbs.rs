@@ -190,13 +190,13 @@ pub struct Exec {
     /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// Pass standard input to the command, at most 1 MiB
+    /// Pass standard input to the command, which starts at the end of the input
     #[arg(short = 'i', long)]
     pub stdin: bool,
     /// Environment variable of the command, instead of the agent's environment
     #[arg(short, long, value_name = "NAME=VALUE")]
     pub env: Vec<String>,
-    /// Time limit; a command that exceeds the limit continues in the guest
+    /// Time limit; a command that exceeds the limit receives SIGTERM
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub timeout: Option<Duration>,
     /// Program of the guest, and its arguments

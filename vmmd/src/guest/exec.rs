@@ -13,11 +13,11 @@ use crate::{host::Host, registry::vms::Entry};
 
 /// Times between two looks at whether a command has ended: the first one, and the longest one. The
 /// agent does not say when a command ends.
-const FIRST_LOOK: Duration = Duration::from_millis(10);
-const LAST_LOOK: Duration = Duration::from_secs(1);
+pub const FIRST_LOOK: Duration = Duration::from_millis(10);
+pub const LAST_LOOK: Duration = Duration::from_secs(1);
 
 /// How a command ended, with its output.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ended {
     /// The exit code.
     pub code: Option<i32>,

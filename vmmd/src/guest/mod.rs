@@ -5,6 +5,7 @@
 //! answers are bounded in length and time, and its texts in length and characters.
 
 mod account;
+mod command;
 mod exec;
 mod file;
 mod freeze;
@@ -25,7 +26,8 @@ use vmmd_host::{
 };
 
 pub use self::{
-    exec::{Ended, end_of},
+    command::Command,
+    exec::{Ended, FIRST_LOOK, LAST_LOOK, end_of},
     file::GuestFile,
     freeze::{Frozen, freeze, may_be_frozen, thaw},
     info::look,

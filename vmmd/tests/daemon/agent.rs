@@ -1,15 +1,21 @@
 //! Agents of guests: programs of the tests, in place of the mock's socket.
 
-use std::fs;
+use std::{
+    fs,
+    process::{Child, Command, Stdio},
+};
 
 use serde_json::{Value, json};
 use tokio::{
-    io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader},
+    io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, copy},
     net::{UnixListener, UnixStream},
 };
 use vmmd_api::v1;
 
-use crate::harness::{Daemon, uid};
+use crate::{
+    harness::{Daemon, uid},
+    verbs::within,
+};
 
 /// The VM "web" with a channel, whose agent answers each question as `answer` says, with the raw
 /// bytes of a line. An empty answer is none.
@@ -32,16 +38,69 @@ pub async fn guest_with(
     vm
 }
 
+/// Debian's agent in place of one in a guest: the "guest" is the machine of the test.
+pub struct QemuAgent(Child);
+
+impl QemuAgent {
+    /// Answers for the VM "web", which this runs.
+    pub async fn start(daemon: &Daemon) -> Self {
+        let with_agent = |spec: &mut v1::VmSpec| spec.guest_agent = Some(v1::GuestAgentSpec {});
+        let vm = daemon.run_with("web", "", with_agent).await;
+        let listener = socket_of(daemon, &vm);
+        let folder = daemon.path("qemu-ga");
+        fs::create_dir(&folder).unwrap();
+        let port = folder.join("port");
+        let agent = Command::new("qemu-ga")
+            .args(["--method", "unix-listen", "--path"])
+            .arg(&port)
+            .arg("--statedir")
+            .arg(&folder)
+            .arg("--pidfile")
+            .arg(folder.join("pid"))
+            // These would act on the machine.
+            .arg("--blacklist=guest-shutdown,guest-fsfreeze-freeze,guest-suspend-disk,guest-suspend-ram,guest-set-time")
+            .env("TMPDIR", &folder)
+            .stdin(Stdio::null())
+            .spawn()
+            .expect("qemu-ga: .ci/setup installs it");
+        let mut port = within(async || UnixStream::connect(&port).await.ok()).await;
+        // As with the port of a machine, the agent sees one connection for ever.
+        tokio::spawn(async move {
+            let (mut from_agent, mut to_agent) = port.split();
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let (mut from_daemon, mut to_daemon) = stream.split();
+                tokio::select! {
+                    _ = copy(&mut from_daemon, &mut to_agent) => {}
+                    _ = copy(&mut from_agent, &mut to_daemon) => {}
+                }
+            }
+        });
+        Self(agent)
+    }
+}
+
+impl Drop for QemuAgent {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
 /// Answers the questions to the agent of a VM.
 pub fn listen(daemon: &Daemon, vm: &v1::Vm, answer: impl Fn(&Value) -> Vec<u8> + Send + Sync + 'static) {
-    let socket = daemon.path(&format!("run/vms/{}/agent.sock", uid(vm)));
-    fs::remove_file(&socket).unwrap();
-    let listener = UnixListener::bind(socket).unwrap();
+    let listener = socket_of(daemon, vm);
     tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
             serve(stream, &answer).await;
         }
     });
+}
+
+/// The socket of a VM's channel, in place of the mock's.
+fn socket_of(daemon: &Daemon, vm: &v1::Vm) -> UnixListener {
+    let socket = daemon.path(&format!("run/vms/{}/agent.sock", uid(vm)));
+    fs::remove_file(&socket).unwrap();
+    UnixListener::bind(socket).unwrap()
 }
 
 async fn serve(stream: UnixStream, answer: &impl Fn(&Value) -> Vec<u8>) {

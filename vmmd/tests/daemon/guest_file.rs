@@ -20,7 +20,7 @@ use vmmd_api::v1::{
 };
 
 use crate::{
-    agent::{guest, refuse, reply},
+    agent::{QemuAgent, guest, refuse, reply},
     harness::{Daemon, assert_refused, assert_says},
     verbs::within,
 };
@@ -160,6 +160,22 @@ async fn file_goes_to_the_guest_and_comes_back(#[case] length: usize) {
     assert!(files.get("/root/a") == content);
     assert!(daemon.read_file("/root/a").await.unwrap() == (content, Some(bytes)));
     files.all_closed().await;
+}
+
+#[tokio::test]
+async fn a_real_agent_keeps_100_mib_both_ways() {
+    let daemon = Daemon::start().await;
+    let _agent = QemuAgent::start(&daemon).await;
+    let path = daemon.path("copy");
+    let path = path.to_str().unwrap();
+    let content = content(100 << 20);
+    let bytes = content.len() as u64;
+    let mut messages = vec![open(path)];
+    messages.extend(content.chunks(128 << 10).map(|piece| Write::Data(piece.to_vec())));
+    messages.push(Write::End(GuestFileEnd { bytes }));
+    assert_eq!(daemon.write_file(messages).await.unwrap(), bytes);
+    assert!(std::fs::read(path).unwrap() == content);
+    assert!(daemon.read_file(path).await.unwrap() == (content, Some(bytes)));
 }
 
 #[tokio::test]
