@@ -67,14 +67,15 @@ fn debian_boots_serves_ssh_and_keeps_synced_data() {
     let hostname = node.sh("cat /etc/hostname");
     assert_eq!(agent, format!("{hostname}{machine}\n1000000\n"));
     let output = node.sh(&format!(
-        "vmmctl exec {name} -- head -c 2000000 /dev/zero | wc -c"
+        "vmmctl exec {name} -- head -c 8000000 /dev/zero | wc -c"
     ));
-    assert_eq!(output.trim(), "2000000");
+    assert_eq!(output.trim(), "8000000");
     let failed = node
         .ssh(&format!("vmmctl exec {name} -- sh -c 'echo no >&2; exit 3'"))
         .expect("ssh");
     assert_eq!((failed.status.code(), failed.stderr.as_str()), (Some(3), "no\n"));
     the_agent_describes_the_guest_and_freezes_it(&vm, &folder);
+    the_agent_sets_a_password_and_a_key(&vm, &folder);
 
     // A port of the node's own leads there, for as long as vmmctl runs.
     let forwarded = node
@@ -94,6 +95,12 @@ fn debian_boots_serves_ssh_and_keeps_synced_data() {
         first("cat /srv/kept && sha256sum </srv/data"),
         format!("kept\n{sum}")
     );
+    // The guest ignores its power button, so the agent powers it off.
+    node.sh(&format!(
+        "vmmctl wait {name} --for condition=AgentReady --timeout 120s && vmmctl exec {name} -- \
+         sh -c 'mkdir /etc/systemd/logind.conf.d && printf \"[Login]\\nHandlePowerKey=ignore\\n\" >/etc/systemd/logind.conf.d/ignore.conf && \
+         systemctl restart systemd-logind'"
+    ));
     vm.ctl(&format!("stop --grace {BOOT}s"));
     assert_eq!(vm.exit_reason(), "STOPPED");
     // Debian's ssh writes hashes of the names.
@@ -135,16 +142,49 @@ fn the_agent_describes_the_guest_and_freezes_it(vm: &Vm<'_>, folder: &str) {
         "cd {folder} && head -c 4194304 /dev/urandom >sent && vmmctl cp sent {name}:/srv/sent && \
          vmmctl cp {name}:/srv/sent received && cmp sent received"
     ));
+    // A snapshot while the guest writes has a file system that needs no journal.
+    let writer = "nohup sh -c 'while :; do date >>/srv/log; dd if=/dev/urandom of=/srv/written bs=64k count=16 conv=fsync; done' \
+                  >/dev/null 2>&1 & echo $!";
+    node.sh(&format!("cat >{folder}/writer <<'SCRIPT'\n{writer}\nSCRIPT\n"));
     let snapshot = format!("{name}-frozen");
     node.sh(&format!(
-        "vmmctl create snapshot {snapshot} --vm {name} --disks-only --paused --consistency require-agent"
+        "cd {folder} && pid=$(vmmctl exec -i {name} -- sh <writer) && touch before && \
+         vmmctl create snapshot {snapshot} --vm {name} --disks-only --paused --consistency require-agent && \
+         vmmctl exec {name} -- kill $pid"
     ));
-    let taken = node.sh(&format!(
-        "vmmctl get snapshot {snapshot} -o json; vmmctl delete snapshot {snapshot}"
-    ));
+    let taken = node.sh(&format!("vmmctl get snapshot {snapshot} -o json"));
     assert!(taken.contains("SNAPSHOT_CONSISTENCY_AGENT"), "{taken}");
+    let checked = node.sh(&format!(
+        "cd {folder} && disk=$(find /var/lib/vmmd/snapshots -type f -size +64M -newer before) && cp --sparse=always \"$disk\" frozen && \
+         dumpe2fs -h frozen 2>/dev/null | grep features && e2fsck -f -p frozen; echo code=$?; vmmctl delete snapshot {snapshot}"
+    ));
+    assert!(!checked.contains("needs_recovery"), "{checked}");
+    assert!(
+        checked.contains("has_journal") && (checked.contains("code=0") || checked.contains("code=1")),
+        "{checked}"
+    );
     // It is thawed: a write is stable.
     node.sh(&format!(
         "timeout 60 vmmctl exec {name} -- sh -c 'echo written >/srv/thawed && sync'"
     ));
+}
+
+/// The account of root has another password, and a key until it is deleted.
+fn the_agent_sets_a_password_and_a_key(vm: &Vm<'_>, folder: &str) {
+    let (node, name) = (vm.node(), vm.name());
+    let shadow = format!("vmmctl exec {name} -- getent shadow root");
+    let before = node.sh(&shadow);
+    node.sh(&format!("echo 'new password' | vmmctl set password {name} root"));
+    assert_ne!(node.sh(&shadow), before);
+    let keys = node.sh(&format!(
+        "cd {folder} && ssh-keygen -q -t ed25519 -N '' -C added -f key && vmmctl create ssh-key {name} root key.pub && \
+         vmmctl exec {name} -- cat /root/.ssh/authorized_keys && vmmctl delete ssh-key {name} root key.pub && echo deleted && \
+         vmmctl get ssh-key {name} root"
+    ));
+    let (present, deleted) = keys.split_once("deleted\n").expect("both lists");
+    assert!(
+        present.contains(" added") && !deleted.contains(" added"),
+        "{keys}"
+    );
+    assert!(deleted.contains("ssh-"), "the other keys stay: {keys}");
 }

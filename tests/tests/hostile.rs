@@ -14,7 +14,7 @@ const RESTORED_DISTANCE: u64 = 128;
 
 const UNBIND: &str = "for d in /sys/bus/pci/drivers/virtio-pci/0*; do echo ${d##*/} >/sys/bus/pci/drivers/virtio-pci/unbind; done";
 
-/// A guest with the hostile program, two disks and a NIC, and its resources in the node.
+/// A guest with the hostile program, two disks, a NIC and a channel to an agent, and its resources in the node.
 struct Guest {
     spec: VmSpec,
     folder: String,
@@ -41,7 +41,8 @@ impl Guest {
             .cmdline("iomem=relaxed")
             .disk("data", &format!("{folder}/disk.raw"), true)
             .disk("scratch", &format!("{folder}/scratch.raw"), false)
-            .nic("eth0", &bridge);
+            .nic("eth0", &bridge)
+            .set("/guestAgent", serde_json::json!({}));
         Guest { spec, folder, bridge }
     }
 
