@@ -131,12 +131,21 @@ pub fn port_range(text: &str) -> Option<RangeInclusive<u16>> {
     (*range.start() != 0 && !range.is_empty()).then_some(range)
 }
 
+/// The part of a NIC in a network of the node that changes while its VM runs: the connections that it may have.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Access {
+    /// Ports of the node that lead to the guest, at most [`MAX_PORTS`].
+    pub ports: Vec<PublishedPort>,
+    /// Connections that the guest may have.
+    pub firewall: Firewall,
+}
+
 /// Validates the fields of a NIC in a network of the node; `field` is its path.
 pub(super) fn in_network(
     found: &mut Violations,
     field: &str,
     nic: &v1::NicSpec,
-) -> (Option<NicAddress>, Vec<PublishedPort>, Firewall) {
+) -> (Option<NicAddress>, Access) {
     let firewall = nic.firewall.clone().unwrap_or_default();
     let firewall = Firewall::new(found, &format!("{field}.firewall"), &firewall);
     let address = match nic.address.as_str() {
@@ -156,12 +165,13 @@ pub(super) fn in_network(
     if together > MAX_PORTS as u64 {
         let wrong = format_args!("at most {MAX_PORTS} ports, are {together}");
         found.add(format_args!("{field}.publishedPorts"), wrong);
-        return (address, Vec::new(), firewall);
+        return (address, Access::default());
     }
     let numbered = nic.published_ports.iter().enumerate();
     let ports = numbered
         .flat_map(|(index, port)| published(found, &format!("{field}.publishedPorts[{index}]"), port));
-    (address, ports.collect(), firewall)
+    let ports = ports.collect();
+    (address, Access { ports, firewall })
 }
 
 /// Each port of an entry.
@@ -388,7 +398,7 @@ mod tests {
             published_ports: vec![port],
             ..v1::NicSpec::default()
         };
-        let (_, ports, _) = in_network(&mut found, "nic", &nic);
+        let (_, Access { ports, .. }) = in_network(&mut found, "nic", &nic);
         match found.0.first() {
             Some(violation) => Err(format!("{}: {}", violation.field, violation.description)),
             None => Ok(ports

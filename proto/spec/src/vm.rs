@@ -14,10 +14,9 @@ use super::{
     cpu::{CpuShare, Processor},
     disk::{BootOrder, Bus, Disk, Limit, MAX_SATA, RateGroup, RateLimit, Source},
     display::Display,
-    firewall::Firewall,
     metadata::Metadata,
     name::Name,
-    nic::{self, Mac, NicAddress, NicSwitches, PublishedPort},
+    nic::{self, Access, Mac, NicAddress, NicSwitches},
     pod::{self, PodUid},
     policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
     probe::Probes,
@@ -264,10 +263,8 @@ pub enum Attachment {
         name: Name,
         /// The address there; one that is free when there is none.
         address: Option<NicAddress>,
-        /// Ports of the node that lead to the NIC's.
-        ports: Vec<PublishedPort>,
-        /// Which connections the guest may have.
-        firewall: Firewall,
+        /// Connections of the guest.
+        access: Access,
     },
     /// The network of the VM's pod.
     PodNetwork {
@@ -716,12 +713,11 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
         }
         Some(v1::nic_spec::Attachment::Network(network)) => {
             let network = self::name(found, &format!("{field}.network"), network);
-            let (address, ports, firewall) = nic::in_network(found, field, nic);
+            let (address, access) = nic::in_network(found, field, nic);
             network.map(|name| Attachment::Network {
                 name,
                 address,
-                ports,
-                firewall,
+                access,
             })
         }
         Some(v1::nic_spec::Attachment::PodNetwork(pod)) => {

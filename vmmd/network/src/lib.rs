@@ -100,8 +100,7 @@ pub async fn open_tap(
         Attachment::Network {
             name: network,
             address,
-            ports,
-            firewall,
+            access,
         } => {
             let address = host
                 .networks
@@ -112,8 +111,7 @@ pub async fn open_tap(
                 tap: tap.clone(),
                 mac,
                 address,
-                ports,
-                firewall,
+                access,
                 plugged,
             };
             let bridge = host.networks.lease(host, network.as_str(), &request).await?;
@@ -164,8 +162,7 @@ pub async fn look(
         Attachment::Network {
             name,
             address,
-            ports,
-            firewall,
+            access,
         } => {
             let address = host.networks.wanted(name.as_str(), &nic.name, address.as_ref())?;
             let request = managed::Request {
@@ -174,8 +171,7 @@ pub async fn look(
                 tap: String::new(),
                 mac,
                 address,
-                ports,
-                firewall,
+                access,
                 plugged: false,
             };
             host.networks.would_give(host, name.as_str(), &request).await

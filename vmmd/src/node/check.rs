@@ -291,7 +291,9 @@ fn twice(spec: &VmSpec, left_out: impl Fn(&Nic) -> bool) -> Vec<Problem> {
     let (mut seen, mut found) = (BTreeSet::new(), Vec::new());
     for (index, nic) in spec.nics.iter().enumerate() {
         let Attachment::Network {
-            name, address, ports, ..
+            name,
+            address,
+            access,
         } = &nic.attachment
         else {
             continue;
@@ -300,7 +302,7 @@ fn twice(spec: &VmSpec, left_out: impl Fn(&Nic) -> bool) -> Vec<Problem> {
             let what = format!("the address {address} of the network \"{name}\"");
             (what, "ADDRESS_IN_USE", "address")
         });
-        let ports: BTreeSet<_> = ports.iter().map(PublishedPort::of_node).collect();
+        let ports: BTreeSet<_> = access.ports.iter().map(PublishedPort::of_node).collect();
         let ports = ports.into_iter().map(|port| {
             (
                 format!("the port {port} of the node"),

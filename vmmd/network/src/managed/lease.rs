@@ -7,9 +7,8 @@ use uuid::Uuid;
 use vmmd_host::{failure::Failure, text};
 use vmmd_objects::registry::Kind as _;
 use vmmd_spec::{
-    firewall::Firewall,
     network::{NetworkMode, NetworkSpec, reservation::Reservation},
-    nic::{PublishedPort, port_range},
+    nic::{Access, port_range},
 };
 use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
@@ -70,7 +69,7 @@ impl Networks {
         not_reserved_for_another(&spec, record, request, wanted)?;
         let address = pool::allocate(&spec, &record.leases, owner, (wanted, keeps), text::now_ms())
             .map_err(|refusal| refused(network, &spec, request, &refusal))?;
-        if spec.mode != NetworkMode::Nat && !request.ports.is_empty() {
+        if spec.mode != NetworkMode::Nat && !request.access.ports.is_empty() {
             let message = format!(
                 "NIC \"{}\": the network \"{network}\" has not the mode NAT, so ports can't be published",
                 request.nic
@@ -81,7 +80,7 @@ impl Networks {
         only_allowed_ports(host.publishable, request)?;
         self.no_port_clash(request)?;
         self.no_port_of_the_node(record, request)?;
-        if !request.firewall.is_open() && !nft::tracks_bridges().await {
+        if !request.access.firewall.is_open() && !nft::tracks_bridges().await {
             let message = format!(
                 "NIC \"{}\": the node's kernel can't tell connections apart on a bridge, which a firewall needs: load its module \
                  nf_conntrack_bridge",
@@ -109,9 +108,9 @@ impl Networks {
             nic: request.nic.to_owned(),
             mac: request.mac.octets().to_vec(),
             tap: request.tap.clone(),
-            ports: request.ports.iter().map(PortRecord::from).collect(),
+            ports: request.access.ports.iter().map(PortRecord::from).collect(),
             released_ms: 0,
-            firewall: (!request.firewall.is_open()).then(|| request.firewall.into()),
+            firewall: (!request.access.firewall.is_open()).then(|| (&request.access.firewall).into()),
             declined_ms: 0,
         };
         let taken = |other: &LeaseRecord| {
@@ -135,14 +134,13 @@ impl Networks {
         }
     }
 
-    /// Gives a NIC that has an address other published ports and rules.
+    /// Gives a NIC that has an address other connections.
     pub async fn admit(
         &self,
         host: Ports<'_>,
         network: &str,
         (vm, nic): ((Uuid, &str), &str),
-        ports: &[PublishedPort],
-        firewall: &Firewall,
+        access: &Access,
     ) -> Result<(), Failure> {
         let mut turn = self.turn.lock().await;
         let record = self.find(network)?;
@@ -158,8 +156,7 @@ impl Networks {
             tap: lease.tap.clone(),
             mac,
             address: lease.ip(),
-            ports,
-            firewall,
+            access,
             plugged: true,
         };
         self.free(host, &mut turn, network, &request).await;
@@ -191,7 +188,7 @@ impl Networks {
     fn no_port_clash(&self, request: &Request<'_>) -> Result<(), Failure> {
         let networks = self.registry.lock();
         let vm = request.vm.0.as_bytes();
-        let wanted: Vec<_> = request.ports.iter().map(PortRecord::from).collect();
+        let wanted: Vec<_> = request.access.ports.iter().map(PortRecord::from).collect();
         for (number, port) in wanted.iter().enumerate() {
             if wanted.iter().take(number).any(|other| other.overlaps(port)) {
                 let message = format!(
@@ -228,7 +225,7 @@ impl Networks {
         let own = |lease: &&LeaseRecord| lease.is_of(vm, request.nic) && lease.released_ms == 0;
         let own = record.leases.iter().find(own);
         let had = own.map(|lease| lease.ports.as_slice()).unwrap_or_default();
-        if request.ports.is_empty() {
+        if request.access.ports.is_empty() {
             return Ok(());
         }
         let gateways: Vec<_> = {
@@ -236,7 +233,7 @@ impl Networks {
             let specs = networks.records().filter_map(spec_of);
             specs.filter_map(|spec| Some(spec.subnet?.gateway)).collect()
         };
-        for port in request.ports {
+        for port in &request.access.ports {
             let wanted = PortRecord::from(port);
             if had.contains(&wanted) {
                 continue;
@@ -291,7 +288,7 @@ fn only_allowed_ports(allowed: &[String], request: &Request<'_>) -> Result<(), F
         let mut ranges = allowed.iter().filter_map(|text| port_range(text));
         allowed.is_empty() || ranges.any(|range| range.contains(&port))
     };
-    let Some(port) = request.ports.iter().find(|port| !is_allowed(port.node_port)) else {
+    let Some(port) = request.access.ports.iter().find(|port| !is_allowed(port.node_port)) else {
         return Ok(());
     };
     let message = format!(

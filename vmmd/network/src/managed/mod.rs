@@ -42,10 +42,9 @@ use uuid::Uuid;
 use vmmd_api::v1;
 use vmmd_spec::{
     Violations,
-    firewall::Firewall,
     name::Name,
     network::{LEAST_MTU_OF_IPV6, MTUS, NetworkMode, NetworkSpec, NewNetwork, Subnet},
-    nic::{Mac, NicAddress, PublishedPort},
+    nic::{Access, Mac, NicAddress},
 };
 
 pub use self::{
@@ -148,10 +147,8 @@ pub struct Request<'a> {
     pub mac: Mac,
     /// The address that it is to have.
     pub address: Option<Ipv4Addr>,
-    /// Ports of the node that lead to it.
-    pub ports: &'a [PublishedPort],
-    /// Which connections its guest may have.
-    pub firewall: &'a Firewall,
+    /// Connections of its guest.
+    pub access: &'a Access,
     /// The machine of its VM runs: its other NICs keep their addresses.
     pub plugged: bool,
 }
