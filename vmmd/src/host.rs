@@ -162,6 +162,7 @@ impl Host {
             ledger: &self.ledger,
             cgroups: self.cgroups.as_ref(),
             publishable: &self.config.published_ports,
+            routable: &self.config.routed_subnets,
             links: &self.links,
             networks: &self.networks,
             vms: &self.vms,

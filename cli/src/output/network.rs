@@ -98,6 +98,16 @@ impl Show for v1::Network {
             let headers = vec!["NAME", "ADDRESS", "MAC", "VM/NIC"];
             text.list("Reservations", headers, &reservations);
         }
+        let behind = status.leases.iter().flat_map(|lease| {
+            let user = format!("{}/{}", lease.vm, lease.nic);
+            let via = both([lease.address.clone(), lease.ipv6_address.clone()]);
+            let subnets = lease.routed_subnets.iter();
+            subnets.map(move |subnet| vec![subnet.clone(), user.clone(), via.clone()])
+        });
+        let behind: Vec<_> = behind.collect();
+        if !behind.is_empty() {
+            text.list("Subnets behind VMs", vec!["SUBNET", "VM/NIC", "VIA"], &behind);
+        }
         let rows: Vec<_> = status
             .leases
             .iter()

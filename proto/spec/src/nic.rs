@@ -9,7 +9,12 @@ use std::{
 
 use vmmd_api::v1;
 
-use super::{Violations, firewall::Firewall, name::Name};
+use super::{
+    Violations,
+    firewall::{Addresses, Firewall},
+    name::Name,
+    subnet,
+};
 
 /// Most pairs of queues of a NIC.
 pub const MAX_QUEUES: usize = 16;
@@ -138,6 +143,8 @@ pub struct Access {
     pub ports: Vec<PublishedPort>,
     /// Connections that the guest may have.
     pub firewall: Firewall,
+    /// Subnets behind the guest, disjoint, at most [`MAX_SUBNETS`](subnet::MAX_SUBNETS).
+    pub subnets: Vec<Addresses>,
 }
 
 /// Validates the fields of a NIC in a network of the node; `field` is its path.
@@ -148,6 +155,7 @@ pub(super) fn in_network(
 ) -> (Option<NicAddress>, Access) {
     let firewall = nic.firewall.clone().unwrap_or_default();
     let firewall = Firewall::new(found, &format!("{field}.firewall"), &firewall);
+    let subnets = subnet::subnets(found, &format!("{field}.routedSubnets"), &nic.routed_subnets);
     let address = match nic.address.as_str() {
         "" => None,
         text => {
@@ -170,8 +178,12 @@ pub(super) fn in_network(
     let numbered = nic.published_ports.iter().enumerate();
     let ports = numbered
         .flat_map(|(index, port)| published(found, &format!("{field}.publishedPorts[{index}]"), port));
-    let ports = ports.collect();
-    (address, Access { ports, firewall })
+    let access = Access {
+        ports: ports.collect(),
+        firewall,
+        subnets,
+    };
+    (address, access)
 }
 
 /// Each port of an entry.
@@ -239,6 +251,7 @@ pub(super) fn refuse_in_network(found: &mut Violations, field: &str, nic: &v1::N
         ("address", !nic.address.is_empty()),
         ("publishedPorts", !nic.published_ports.is_empty()),
         ("firewall", nic.firewall.is_some()),
+        ("routedSubnets", !nic.routed_subnets.is_empty()),
     ] {
         if given {
             found.add(format_args!("{field}.{name}"), "is for a NIC with a `network`");

@@ -14,6 +14,7 @@ use super::{
     cpu::{CpuShare, Processor},
     disk::{BootOrder, Bus, Disk, Limit, MAX_SATA, RateGroup, RateLimit, Source},
     display::Display,
+    firewall::Addresses,
     metadata::Metadata,
     name::Name,
     nic::{self, Access, Mac, NicAddress, NicSwitches},
@@ -344,6 +345,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             let most = format_args!("at most {most} queues of all NICs together, are {queues}");
             found.add("spec.nics", most);
         }
+        disjoint_subnets(&mut found, &nics);
         let run_policy = RunPolicy::new(&mut found, spec.run_policy);
         let on_crash = OnCrash::new(&mut found, spec.on_crash);
         let on_panic = OnPanic::new(&mut found, spec.on_panic, run_policy);
@@ -698,6 +700,24 @@ pub(super) fn unique<T: ToString>(
             found.add(list, format_args!("two with the same {what} \"{value}\""));
         }
         seen.insert(value);
+    }
+}
+
+/// Adds a violation for subnets that are behind two NICs.
+fn disjoint_subnets(found: &mut Violations, nics: &[Nic]) {
+    let mut seen: Vec<(&Name, Addresses)> = Vec::new();
+    for (index, nic) in nics.iter().enumerate() {
+        let Attachment::Network { access, .. } = &nic.attachment else {
+            continue;
+        };
+        for subnet in &access.subnets {
+            let clash = seen.iter().find(|(_, other)| other.overlaps(*subnet));
+            if let Some((other, range)) = clash {
+                let wrong = format_args!("{subnet} overlaps with {range} of NIC \"{other}\"");
+                found.add(format_args!("spec.nics[{index}].routedSubnets"), wrong);
+            }
+        }
+        seen.extend(access.subnets.iter().map(|subnet| (&nic.name, *subnet)));
     }
 }
 

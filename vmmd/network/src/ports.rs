@@ -41,6 +41,8 @@ pub struct Ports<'a> {
     pub cgroups: Option<&'a cgroup::Parent>,
     /// Ports of the node that VMs may publish, as "80" and "8000-8010"; all when empty.
     pub publishable: &'a [String],
+    /// Subnets that may be behind guests, as "10.64.0.0/10"; all when empty.
+    pub routable: &'a [String],
     /// Network interfaces of the node.
     pub links: &'a Links,
     /// The networks themselves.

@@ -742,6 +742,9 @@ pub struct LeaseRecord {
     /// with a release time is of no NIC: another lease has replaced it.
     #[prost(uint64, tag = "10")]
     pub declined_ms: u64,
+    /// Subnets behind its guest, as "10.90.0.0/16".
+    #[prost(string, repeated, tag = "11")]
+    pub subnets: Vec<String>,
 }
 
 /// A port of the node that leads to a guest.

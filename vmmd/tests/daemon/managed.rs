@@ -8,6 +8,7 @@ mod ipv6;
 mod packets;
 mod probes;
 mod reserved;
+mod routed;
 mod steps;
 
 use std::{

@@ -121,7 +121,8 @@ fn decline(record: &mut NetworkRecord, declined: &Declined, given: bool, now: u6
     old.declined_ms = now;
     let mut new = None;
     if may_move {
-        (old.released_ms, old.ports, old.firewall) = (now, Vec::new(), None);
+        old.released_ms = now;
+        (old.ports, old.firewall, old.subnets) = (Vec::new(), None, Vec::new());
         let owner = (own.vm.as_slice(), own.nic.as_str());
         let found = pool::allocate(&spec, &record.leases, owner, (None, |_: &LeaseRecord| true), now);
         let address = found.ok().flatten()?;

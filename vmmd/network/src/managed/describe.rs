@@ -71,6 +71,7 @@ fn describe_lease(
         reservation: reservation
             .map(|reservation| reservation.name.to_string())
             .unwrap_or_default(),
+        routed_subnets: lease.subnets.clone(),
         declined_time: lease
             .is_declined(now)
             .then(|| text::timestamp(lease.declined_ms))

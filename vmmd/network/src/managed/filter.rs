@@ -23,6 +23,7 @@ use super::{
     netlink::Transactions,
     nft,
     node::{filtered, port},
+    routes,
     rules::{self, Element, Family, Field, Network, Set},
 };
 
@@ -43,6 +44,8 @@ pub struct Filter {
     pub guards: BTreeMap<Vec<u8>, Guard>,
     /// Indexes of taps that have guards.
     pub taps: BTreeSet<u32>,
+    /// Routes to subnets behind guests.
+    pub routes: routes::Known,
 }
 
 /// State of the kernel.

@@ -145,6 +145,7 @@ mod tests {
                 }]),
                 egress: None,
             },
+            subnets: Vec::new(),
         };
         let chains = chains(Some([10, 80, 0, 1].into()), &port);
         let rules = "\t\tjump connected\n\t\tip saddr 10.80.0.1 udp sport 67 accept\n\

@@ -7,6 +7,7 @@ use uuid::Uuid;
 use vmmd_host::{failure::Failure, text};
 use vmmd_objects::registry::Kind as _;
 use vmmd_spec::{
+    firewall::Addresses,
     network::{NetworkMode, NetworkSpec, reservation::Reservation},
     nic::{Access, port_range},
 };
@@ -16,7 +17,7 @@ use super::{
     NetworkKind, Networks, Request, bridge,
     describe::{failed, refused},
     filter::Filter,
-    listening, nft, pool, spec_of,
+    listening, nft, pool, routes, spec_of,
 };
 use crate::Ports;
 
@@ -80,6 +81,7 @@ impl Networks {
         only_allowed_ports(host.publishable, request)?;
         self.no_port_clash(request)?;
         self.no_port_of_the_node(record, request)?;
+        self.no_subnet_clash(host, (record, &spec), request).await?;
         if !request.access.firewall.is_open() && !nft::tracks_bridges().await {
             let message = format!(
                 "NIC \"{}\": the node's kernel can't tell connections apart on a bridge, which a firewall needs: load its module \
@@ -112,6 +114,7 @@ impl Networks {
             released_ms: 0,
             firewall: (!request.access.firewall.is_open()).then(|| (&request.access.firewall).into()),
             declined_ms: 0,
+            subnets: request.access.subnets.iter().map(ToString::to_string).collect(),
         };
         let taken = |other: &LeaseRecord| {
             other.is_of(vm, request.nic) || address.is_some() && other.address == lease.address
@@ -164,11 +167,11 @@ impl Networks {
         self.give(host, &mut turn, record, &request).await.map(drop)
     }
 
-    /// Takes the MAC address and the ports that are wanted from NICs that have just gone, if they still have them.
+    /// Takes the MAC address, the ports and the subnets that are wanted from NICs that have just gone, if they still have them.
     async fn free(&self, host: Ports<'_>, turn: &mut Filter, network: &str, request: &Request<'_>) {
         let has = |record: &NetworkRecord| others_with_mac(record, request).next().is_some();
         let has_mac = self.registry.lock().get(network).is_some_and(has);
-        if has_mac || self.no_port_clash(request).is_err() {
+        if has_mac || self.no_port_clash(request).is_err() || self.no_subnet_of_others(request).is_err() {
             self.drop_gone(host, turn).await;
         }
     }
@@ -176,7 +179,9 @@ impl Networks {
     /// The records of networks other than the one with the UUID `uid` that change as a NIC gets `lease`.
     fn vacated(&self, uid: &[u8], lease: &LeaseRecord, now: u64) -> Vec<NetworkRecord> {
         let networks = self.registry.lock();
-        let loses = |other: &LeaseRecord| loses_tap(other, lease) || loses_ports(other, lease);
+        let loses = |other: &LeaseRecord| {
+            loses_tap(other, lease) || loses_ports(other, lease) || loses_subnets(other, lease)
+        };
         let changed = networks
             .records()
             .filter(|record| record.uid != uid && record.leases.iter().any(loses));
@@ -288,7 +293,12 @@ fn only_allowed_ports(allowed: &[String], request: &Request<'_>) -> Result<(), F
         let mut ranges = allowed.iter().filter_map(|text| port_range(text));
         allowed.is_empty() || ranges.any(|range| range.contains(&port))
     };
-    let Some(port) = request.access.ports.iter().find(|port| !is_allowed(port.node_port)) else {
+    let Some(port) = request
+        .access
+        .ports
+        .iter()
+        .find(|port| !is_allowed(port.node_port))
+    else {
         return Ok(());
     };
     let message = format!(
@@ -334,14 +344,22 @@ fn in_words(port: &PortRecord) -> String {
     )
 }
 
-/// Takes the tap and the ports of the lease `new` from other NICs. A NIC that was behind its tap releases its address: it would be held to that address as
-/// well, until the daemon notices that it is gone. Other NICs of the VM give up the ports.
+/// Takes the tap, the ports and the subnets of the lease `new` from other NICs. A NIC that was behind its tap releases its address: it would be held to that address as
+/// well, until the daemon notices that it is gone. Other NICs of the VM give up the ports and the subnets.
 fn vacate(record: &mut NetworkRecord, new: &LeaseRecord, now: u64) {
     for lease in &mut record.leases {
         if loses_ports(lease, new) {
             lease
                 .ports
                 .retain(|port| !new.ports.iter().any(|wanted| wanted.overlaps(port)));
+        }
+        if loses_subnets(lease, new) {
+            let new: Vec<_> = routes::subnets(new).collect();
+            let is_lost = |text: &String| {
+                let subnet = text.parse::<Addresses>();
+                subnet.is_ok_and(|subnet| new.iter().any(|new| new.overlaps(subnet)))
+            };
+            lease.subnets.retain(|text| !is_lost(text));
         }
         if loses_tap(lease, new) {
             lease.released_ms = now;
@@ -359,6 +377,12 @@ fn loses_ports(lease: &LeaseRecord, new: &LeaseRecord) -> bool {
         && lease.vm == new.vm
         && lease.nic != new.nic
         && ports.any(|port| new.ports.iter().any(|wanted| wanted.overlaps(port)))
+}
+
+fn loses_subnets(lease: &LeaseRecord, new: &LeaseRecord) -> bool {
+    lease.vm == new.vm
+        && lease.nic != new.nic
+        && routes::subnets(lease).any(|subnet| routes::subnets(new).any(|new| new.overlaps(subnet)))
 }
 
 #[cfg(test)]

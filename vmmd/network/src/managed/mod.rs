@@ -26,6 +26,7 @@ pub(crate) mod node;
 mod overlap;
 mod plan;
 mod pool;
+pub(crate) mod routes;
 pub(crate) mod rules;
 mod update;
 

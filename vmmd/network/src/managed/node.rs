@@ -32,6 +32,7 @@ use super::{
     helper::{self, Served},
     neighbors::{self, Obstacle},
     plan::{self, Found, Step, Wanted},
+    routes,
     rules::{self, Port},
     spec_of,
 };
@@ -159,6 +160,18 @@ impl Networks {
         }
         if let Err(error) = self.filter(filter).await {
             problems.extend(all.iter().map(|record| (record.uid.clone(), failed(&error))));
+        }
+        let compares = |uid: &Vec<u8>| only.is_none() || made.contains(uid);
+        for (uid, result) in self.set_routes(host, &mut filter.routes, compares).await {
+            match result {
+                Ok(true) => repairs.networks.extend(
+                    all.iter()
+                        .find(|record| record.uid == uid)
+                        .map(|record| (record.clone(), "routes to subnets behind guests were missing")),
+                ),
+                Ok(false) => {}
+                Err(error) => drop(problems.insert(uid, failed(&error))),
+            }
         }
         let mut unguarded = guard_all(host, filter, &all, |uid| only.is_none() || made.contains(uid)).await;
         for record in all.iter().filter(|record| only.is_none() && !record.leaving) {
@@ -603,6 +616,7 @@ pub(super) fn port(network: &rules::Network, lease: &LeaseRecord) -> Option<Port
         address6: network.net6.map(|net| net.of(mac)),
         published: lease.ports.iter().filter_map(PortRecord::valid).collect(),
         firewall: firewall(lease),
+        subnets: routes::subnets(lease).collect(),
     })
 }
 

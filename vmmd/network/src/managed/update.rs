@@ -13,7 +13,7 @@ use vmmd_spec::{
 };
 use vmmd_store::{LeaseRecord, NetworkRecord};
 
-use super::{NetworkKind, Networks, Ports, describe::tell};
+use super::{NetworkKind, Networks, Ports, describe::tell, routes};
 
 /// Paths in an update mask, besides the metadata.
 const FIELDS: [&str; 10] = [
@@ -100,6 +100,17 @@ impl Networks {
                 lease.nic, lease.vm_name
             );
             return Err(Failure::precondition("PORTS_PUBLISHED", message));
+        }
+        let mut leases = record.leases.iter();
+        if valid.mode == NetworkMode::Isolated
+            && let Some(lease) = leases.find(|lease| routes::subnets(lease).next().is_some())
+        {
+            let message = format!(
+                "network \"{name}\" routes subnets to NIC \"{}\" of VM \"{}\", which an isolated network does not do: take them from \
+                 the NIC first",
+                lease.nic, lease.vm_name
+            );
+            return Err(Failure::precondition("SUBNETS_ROUTED", message));
         }
         no_named_reservation_lost(host, &before, &valid)?;
         if record == before {

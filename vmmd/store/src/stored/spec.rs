@@ -385,6 +385,8 @@ stored! {
         vlan: u32,
         #[prost(bool, tag = "23")]
         mac_filter: bool,
+        #[prost(string, repeated, tag = "24")]
+        routed_subnets: Vec<String>,
     }
 }
 

@@ -94,7 +94,7 @@ pub enum Live {
 const MEDIUM: [&str; 5] = ["path", "disk", "podVolume", "format", "beneath"];
 
 /// Fields of a NIC that [`Live::NicAccess`] covers.
-const ACCESS: [&str; 2] = ["publishedPorts", "firewall"];
+const ACCESS: [&str; 3] = ["publishedPorts", "firewall", "routedSubnets"];
 
 /// Paths that [`Live::Processors`] covers.
 const PROCESSORS: [&str; 3] = [
@@ -464,6 +464,7 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
                     Live::NicAccess(_) => {
                         nic.published_ports.clone_from(&wanted.published_ports);
                         nic.firewall.clone_from(&wanted.firewall);
+                        nic.routed_subnets.clone_from(&wanted.routed_subnets);
                     }
                     _ => nic.transmit_limit = wanted.transmit_limit,
                 }
