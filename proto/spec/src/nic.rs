@@ -13,6 +13,7 @@ use super::{
     Violations,
     firewall::{Addresses, Firewall},
     name::Name,
+    network::group,
     subnet,
 };
 
@@ -145,6 +146,8 @@ pub struct Access {
     pub firewall: Firewall,
     /// Subnets behind the guest, disjoint, at most [`MAX_SUBNETS`](subnet::MAX_SUBNETS).
     pub subnets: Vec<Addresses>,
+    /// Security groups of the network, whose connections the guest may have, too.
+    pub groups: Vec<Name>,
 }
 
 /// Validates the fields of a NIC in a network of the node; `field` is its path.
@@ -156,6 +159,7 @@ pub(super) fn in_network(
     let firewall = nic.firewall.clone().unwrap_or_default();
     let firewall = Firewall::new(found, &format!("{field}.firewall"), &firewall);
     let subnets = subnet::subnets(found, &format!("{field}.routedSubnets"), &nic.routed_subnets);
+    let groups = group::names(found, &format!("{field}.securityGroups"), &nic.security_groups);
     let address = match nic.address.as_str() {
         "" => None,
         text => {
@@ -182,6 +186,7 @@ pub(super) fn in_network(
         ports: ports.collect(),
         firewall,
         subnets,
+        groups,
     };
     (address, access)
 }
@@ -252,6 +257,7 @@ pub(super) fn refuse_in_network(found: &mut Violations, field: &str, nic: &v1::N
         ("publishedPorts", !nic.published_ports.is_empty()),
         ("firewall", nic.firewall.is_some()),
         ("routedSubnets", !nic.routed_subnets.is_empty()),
+        ("securityGroups", !nic.security_groups.is_empty()),
     ] {
         if given {
             found.add(format_args!("{field}.{name}"), "is for a NIC with a `network`");

@@ -745,6 +745,9 @@ pub struct LeaseRecord {
     /// Subnets behind its guest, as "10.90.0.0/16".
     #[prost(string, repeated, tag = "11")]
     pub subnets: Vec<String>,
+    /// Names of its security groups.
+    #[prost(string, repeated, tag = "12")]
+    pub groups: Vec<String>,
 }
 
 /// A port of the node that leads to a guest.

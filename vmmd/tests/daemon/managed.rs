@@ -2,6 +2,7 @@
 
 mod changes;
 mod dhcp;
+mod groups;
 pub mod guest;
 mod helpers;
 mod ipv6;

@@ -8,6 +8,7 @@ use vmmd_host::{failure::Failure, text};
 use vmmd_objects::registry::Kind as _;
 use vmmd_spec::{
     firewall::Addresses,
+    name::Name,
     network::{NetworkMode, NetworkSpec, reservation::Reservation},
     nic::{Access, port_range},
 };
@@ -82,7 +83,9 @@ impl Networks {
         self.no_port_clash(request)?;
         self.no_port_of_the_node(record, request)?;
         self.no_subnet_clash(host, (record, &spec), request).await?;
-        if !request.access.firewall.is_open() && !nft::tracks_bridges().await {
+        only_known_groups(&spec, record, request)?;
+        let is_open = request.access.firewall.is_open() && request.access.groups.is_empty();
+        if !is_open && !nft::tracks_bridges().await {
             let message = format!(
                 "NIC \"{}\": the node's kernel can't tell connections apart on a bridge, which a firewall needs: load its module \
                  nf_conntrack_bridge",
@@ -115,6 +118,7 @@ impl Networks {
             firewall: (!request.access.firewall.is_open()).then(|| (&request.access.firewall).into()),
             declined_ms: 0,
             subnets: request.access.subnets.iter().map(ToString::to_string).collect(),
+            groups: request.access.groups.iter().map(ToString::to_string).collect(),
         };
         let taken = |other: &LeaseRecord| {
             other.is_of(vm, request.nic) || address.is_some() && other.address == lease.address
@@ -285,6 +289,24 @@ fn not_reserved_for_another(
         }
         _ => Ok(()),
     }
+}
+
+/// Refuses security groups that the network does not have.
+fn only_known_groups(
+    spec: &NetworkSpec,
+    record: &NetworkRecord,
+    request: &Request<'_>,
+) -> Result<(), Failure> {
+    let has = |name: &Name| spec.security_groups.iter().any(|group| group.name == *name);
+    let Some(name) = request.access.groups.iter().find(|name| !has(name)) else {
+        return Ok(());
+    };
+    let (nic, network) = (request.nic, &record.name);
+    let message = format!(
+        "NIC \"{nic}\": the network \"{network}\" has no security group \"{name}\": add it with `vmmctl update network {network} \
+         --security-group {name},in=RULE`, or leave it out"
+    );
+    Err(Failure::precondition("SECURITY_GROUP_NOT_FOUND", message))
 }
 
 /// Refuses ports that the node's configuration does not allow. `allowed` are ports and ranges; all when it is empty.

@@ -596,6 +596,7 @@ fn bridge_mac(record: &NetworkRecord) -> [u8; 6] {
 /// The network as the packet filter sees it; `None` while it is being deleted.
 pub(super) fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
     let spec = spec_of(record).filter(|_| !record.leaving)?;
+    let groups = spec.security_groups.into_iter();
     Some(rules::Network {
         bridge: bridge(record),
         mac: Mac::try_from(bridge_mac(record)).ok()?,
@@ -603,6 +604,9 @@ pub(super) fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
         net6: spec.net6,
         gateway: spec.subnet.map(|subnet| subnet.gateway),
         deny: spec.deny,
+        groups: groups
+            .map(|group| (group.name.to_string(), group.firewall))
+            .collect(),
     })
 }
 
@@ -617,6 +621,7 @@ pub(super) fn port(network: &rules::Network, lease: &LeaseRecord) -> Option<Port
         published: lease.ports.iter().filter_map(PortRecord::valid).collect(),
         firewall: firewall(lease),
         subnets: routes::subnets(lease).collect(),
+        groups: lease.groups.clone(),
     })
 }
 

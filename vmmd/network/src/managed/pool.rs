@@ -95,6 +95,7 @@ mod tests {
             domain: None,
             dns_records: std::collections::BTreeMap::new(),
             reservations: Vec::new(),
+            security_groups: Vec::new(),
         }
     }
 

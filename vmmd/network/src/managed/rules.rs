@@ -19,7 +19,7 @@
 //! subnets behind their guests, change such sets.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fmt::{self, Write as _},
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
@@ -54,6 +54,8 @@ pub struct Network {
     pub gateway: Option<Ipv4Addr>,
     /// Addresses to which guests open no connections.
     pub deny: Vec<Addresses>,
+    /// Its security groups by name.
+    pub groups: BTreeMap<String, Firewall>,
 }
 
 /// A NIC in a network.
@@ -71,6 +73,8 @@ pub struct Port {
     pub firewall: Firewall,
     /// Subnets behind its guest.
     pub subnets: Vec<Addresses>,
+    /// Names of its security groups.
+    pub groups: Vec<String>,
 }
 
 /// Family of a table.
@@ -199,7 +203,7 @@ impl Network {
             all.push(plain(Bridge, routed, vec![tap(), mac(), Field::Range(*subnet)]));
             all.push(plain(Family::Inet, behind, vec![Field::Range(*subnet), bridge]));
         }
-        for (map, chain) in firewall::chains(self.gateway, port).into_keys() {
+        for (map, chain) in firewall::chains(self, port).into_keys() {
             all.push(with(Bridge, map, vec![tap()], Data::Goto(chain)));
         }
         all

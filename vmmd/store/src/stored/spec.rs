@@ -387,6 +387,8 @@ stored! {
         mac_filter: bool,
         #[prost(string, repeated, tag = "24")]
         routed_subnets: Vec<String>,
+        #[prost(string, repeated, tag = "25")]
+        security_groups: Vec<String>,
     }
 }
 

@@ -8,6 +8,7 @@ fn network(mode: NetworkMode) -> Network {
         net6: None,
         gateway: Some([10, 80, 0, 1].into()),
         deny: Vec::new(),
+        groups: BTreeMap::new(),
     }
 }
 
@@ -25,6 +26,7 @@ fn port(address6: Option<Ipv6Addr>) -> Port {
         }],
         firewall: Firewall::default(),
         subnets: Vec::new(),
+        groups: Vec::new(),
     }
 }
 

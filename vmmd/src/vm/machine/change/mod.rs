@@ -94,7 +94,7 @@ pub enum Live {
 const MEDIUM: [&str; 5] = ["path", "disk", "podVolume", "format", "beneath"];
 
 /// Fields of a NIC that [`Live::NicAccess`] covers.
-const ACCESS: [&str; 3] = ["publishedPorts", "firewall", "routedSubnets"];
+const ACCESS: [&str; 4] = ["publishedPorts", "firewall", "routedSubnets", "securityGroups"];
 
 /// Paths that [`Live::Processors`] covers.
 const PROCESSORS: [&str; 3] = [
@@ -465,6 +465,7 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
                         nic.published_ports.clone_from(&wanted.published_ports);
                         nic.firewall.clone_from(&wanted.firewall);
                         nic.routed_subnets.clone_from(&wanted.routed_subnets);
+                        nic.security_groups.clone_from(&wanted.security_groups);
                     }
                     _ => nic.transmit_limit = wanted.transmit_limit,
                 }
