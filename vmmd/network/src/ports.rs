@@ -14,6 +14,8 @@ use super::{Links, Networks, PodNetwork};
 pub trait Users: Debug + Sync {
     /// The present state of each VM.
     fn vms(&self) -> Vec<Arc<v1::Vm>>;
+    /// The present state of the VM with this UUID.
+    fn vm(&self, uid: Uuid) -> Option<Arc<v1::Vm>>;
 }
 
 /// The pods of the node whose launchers are connected.

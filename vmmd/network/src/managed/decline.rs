@@ -74,15 +74,9 @@ impl Networks {
 
 /// Whether the spec of its VM gives a NIC its address.
 fn is_given(host: Ports<'_>, network: &str, lease: &LeaseRecord) -> bool {
-    let uid = Uuid::from_slice(&lease.vm).unwrap_or_default().to_string();
-    let vms = host.vms.vms();
-    let vm = vms
-        .iter()
-        .find(|vm| vm.metadata.as_ref().is_some_and(|metadata| metadata.uid == uid));
-    let nics = vm
-        .and_then(|vm| vm.spec.as_ref())
-        .map_or(&[][..], |spec| &spec.nics);
-    nics.iter().any(|nic| {
+    let vm = host.vms.vm(Uuid::from_slice(&lease.vm).unwrap_or_default());
+    let mut nics = vm.iter().flat_map(|vm| &vm.spec).flat_map(|spec| &spec.nics);
+    nics.any(|nic| {
         let is_there =
             matches!(&nic.attachment, Some(v1::nic_spec::Attachment::Network(name)) if name == network);
         is_there && nic.name == lease.nic && !nic.address.is_empty()
