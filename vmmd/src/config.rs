@@ -68,6 +68,8 @@ pub struct Config {
     pub netd: Option<PathBuf>,
     /// Ports of the node that VMs may publish: `"443"`, `"20000-29999"`. Default: all.
     pub published_ports: Vec<String>,
+    /// How long an address of a network stays reserved for its NIC when the NIC is removed or the VM is deleted, in seconds. Default 600.
+    pub address_retention_seconds: u32,
     /// Subnets that VMs may have behind their NICs: `"10.64.0.0/10"`, `"fd00:90::/32"`. Default: all.
     pub routed_subnets: Vec<String>,
     /// The program that serves shares. Default: `virtiofsd` beside the `vmm`.
@@ -282,6 +284,7 @@ impl Default for Config {
             vmm_image: None,
             netd: None,
             published_ports: Vec::new(),
+            address_retention_seconds: 600,
             routed_subnets: Vec::new(),
             virtiofsd: None,
             swtpm: "/usr/bin/swtpm".into(),

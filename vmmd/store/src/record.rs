@@ -748,6 +748,10 @@ pub struct LeaseRecord {
     /// Names of its security groups.
     #[prost(string, repeated, tag = "12")]
     pub groups: Vec<String>,
+    /// How long the address stays with its NIC after the release, in milliseconds; [`LEASE_RETENTION_MS`](crate::LEASE_RETENTION_MS)
+    /// when not known.
+    #[prost(uint64, optional, tag = "14")]
+    pub retention_ms: Option<u64>,
 }
 
 /// A port of the node that leads to a guest.

@@ -116,7 +116,7 @@ pub fn refused(network: &str, spec: &NetworkSpec, request: &Request<'_>, refusal
         Refusal::Exhausted => {
             let message = format!(
                 "NIC \"{nic}\": all addresses of the network \"{network}\" ({}) are taken; those that were released are kept \
-                 for ten minutes",
+                 for a while (`address_retention_seconds` of the configuration)",
                 spec.subnet
                     .map(|subnet| subnet.net.to_string())
                     .unwrap_or_default()

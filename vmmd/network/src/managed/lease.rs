@@ -119,15 +119,16 @@ impl Networks {
             declined_ms: 0,
             subnets: request.access.subnets.iter().map(ToString::to_string).collect(),
             groups: request.access.groups.iter().map(ToString::to_string).collect(),
+            retention_ms: None,
         };
         let taken = |other: &LeaseRecord| {
             other.is_of(vm, request.nic) || address.is_some() && other.address == lease.address
         };
         record.leases.retain(|other| !taken(other) && other.counts(now));
-        for other in self.vacated(&record.uid, &lease, now) {
+        for other in self.vacated(&record.uid, &lease, (now, host.retention_ms)) {
             self.write(host, &other).await?;
         }
-        vacate(&mut record, &lease, now);
+        vacate(&mut record, &lease, (now, host.retention_ms));
         record.leases.push(lease);
         record.leases.sort_by_key(|lease| lease.address);
         let is_changed = self.registry.lock().get(&record.name) != Some(&record);
@@ -181,7 +182,7 @@ impl Networks {
     }
 
     /// The records of networks other than the one with the UUID `uid` that change as a NIC gets `lease`.
-    fn vacated(&self, uid: &[u8], lease: &LeaseRecord, now: u64) -> Vec<NetworkRecord> {
+    fn vacated(&self, uid: &[u8], lease: &LeaseRecord, times: (u64, u64)) -> Vec<NetworkRecord> {
         let networks = self.registry.lock();
         let loses = |other: &LeaseRecord| {
             loses_tap(other, lease) || loses_ports(other, lease) || loses_subnets(other, lease)
@@ -190,7 +191,7 @@ impl Networks {
             .records()
             .filter(|record| record.uid != uid && record.leases.iter().any(loses));
         let mut changed: Vec<_> = changed.cloned().collect();
-        changed.iter_mut().for_each(|record| vacate(record, lease, now));
+        changed.iter_mut().for_each(|record| vacate(record, lease, times));
         changed
     }
 
@@ -368,7 +369,7 @@ fn in_words(port: &PortRecord) -> String {
 
 /// Takes the tap, the ports and the subnets of the lease `new` from other NICs. A NIC that was behind its tap releases its address: it would be held to that address as
 /// well, until the daemon notices that it is gone. Other NICs of the VM give up the ports and the subnets.
-fn vacate(record: &mut NetworkRecord, new: &LeaseRecord, now: u64) {
+fn vacate(record: &mut NetworkRecord, new: &LeaseRecord, (now_ms, retention_ms): (u64, u64)) {
     for lease in &mut record.leases {
         if loses_ports(lease, new) {
             lease
@@ -384,7 +385,7 @@ fn vacate(record: &mut NetworkRecord, new: &LeaseRecord, now: u64) {
             lease.subnets.retain(|text| !is_lost(text));
         }
         if loses_tap(lease, new) {
-            lease.released_ms = now;
+            lease.release(now_ms, retention_ms);
         }
     }
 }
@@ -422,9 +423,10 @@ mod tests {
             leases: vec![lease("a", 0), lease("b", 0), lease("a", 5)],
             ..NetworkRecord::default()
         };
-        vacate(&mut record, &lease("a", 0), 9);
+        vacate(&mut record, &lease("a", 0), (9, 5000));
         let released: Vec<_> = record.leases.iter().map(|lease| lease.released_ms).collect();
         assert_eq!(released, [9, 0, 5]);
+        assert_eq!(record.leases[0].retention_ms, Some(5000));
     }
 
     #[test]
@@ -450,7 +452,7 @@ mod tests {
             ],
             ..NetworkRecord::default()
         };
-        vacate(&mut record, &lease(1, "b", &[80]), 9);
+        vacate(&mut record, &lease(1, "b", &[80]), (9, 5000));
         let left: Vec<Vec<_>> = record
             .leases
             .iter()

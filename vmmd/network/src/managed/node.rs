@@ -127,7 +127,7 @@ impl Networks {
             let mut leases = std::mem::take(&mut record.leases);
             leases.retain(|lease| lease.counts(now));
             for lease in leases.iter_mut().filter(|lease| is_gone(record, lease)) {
-                lease.released_ms = now;
+                lease.release(now, host.retention_ms);
             }
             record.leases = leases;
         }

@@ -1,7 +1,7 @@
 //! Which addresses of a network are whose: a pure function of its leases.
 //!
 //! A NIC keeps its address until it is taken from its VM, or the VM is deleted; the address is *released* then. For
-//! [`LEASE_RETENTION_MS`](vmmd_store::LEASE_RETENTION_MS) it is kept for the same NIC, as a guest may still use it and others may still know it.
+//! the time in its lease it is kept for the same NIC, as a guest may still use it and others may still know it.
 
 use std::{collections::BTreeSet, net::Ipv4Addr};
 
@@ -132,6 +132,21 @@ mod tests {
         assert_eq!(at(1, 2000), Ok(Some(address(2))));
         assert_eq!(at(2, 1000 + LEASE_RETENTION_MS), Ok(Some(address(2))));
         assert_eq!(available(&spec, &leases, 2000), 0);
+    }
+
+    #[test]
+    fn released_address_waits_as_long_as_its_lease_says() {
+        let spec = spec("10.80.0.0/30");
+        for retention_ms in [0, 1, 5000, LEASE_RETENTION_MS * 2] {
+            let mut released = lease(1, 2, 0);
+            released.release(1000, retention_ms);
+            let leases = [released];
+            let at = |now| allocate(&spec, &leases, (&[2], "eth0"), (None, |_| true), now);
+            if let Some(last) = (1000 + retention_ms).checked_sub(1).filter(|last| *last >= 1000) {
+                assert_eq!(at(last), Err(Refusal::Exhausted), "{retention_ms}");
+            }
+            assert_eq!(at(1000 + retention_ms), Ok(Some(address(2))), "{retention_ms}");
+        }
     }
 
     #[test]

@@ -72,6 +72,22 @@ async fn reserved_address_outlives_its_vm_and_is_given_by_name() {
 }
 
 #[tokio::test]
+async fn address_of_a_deleted_vm_is_free_when_configured() {
+    for (config, expected) in [
+        ("", "10.80.0.3"),
+        ("address_retention_seconds = 0\n", "10.80.0.2"),
+    ] {
+        let namespace = Namespace::new();
+        let mut daemon = Daemon::in_network_with(&namespace.0, config).await;
+        let made = daemon.make_network("lan", "10.80.0.0/24", NetworkMode::Nat).await;
+        made.unwrap();
+        assert_eq!(daemon.start_in("a", nic("lan")).await.unwrap(), ["10.80.0.2"]);
+        daemon.delete("a", true).await.unwrap();
+        assert_eq!(daemon.start_in("b", nic("lan")).await.unwrap(), [expected]);
+    }
+}
+
+#[tokio::test]
 async fn guest_finds_records_of_its_network_while_it_runs() {
     let (namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
     daemon.start_in("a", nic("lan")).await.unwrap();
