@@ -73,7 +73,8 @@ pub struct CreateNetwork {
     /// Name that VMs find, in the network's domain or complete, with its addresses; repeat the option for several
     #[arg(long = "dns-record", value_name = "NAME=ADDRESS[,ADDRESS]")]
     pub dns_records: Vec<String>,
-    /// Address that stays when its VM is deleted, for NICs that name it, or for the one with a MAC address; repeat the option for several
+    /// Address that stays when its VM is deleted, for NICs that name it, or for the one with a MAC address; NAME=,MAC for IPv6 alone.
+    /// Repeat the option for several
     #[arg(long = "reserve", value_name = "NAME=ADDRESS[,MAC]")]
     pub reservations: Vec<String>,
     /// Firewall that NICs name: connections to the VMs (in=) and of the VMs (out=) that it allows, several with + between them, as in

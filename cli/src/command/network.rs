@@ -186,7 +186,7 @@ fn records(texts: &[String]) -> Result<Vec<v1::DnsRecord>> {
     texts.iter().map(record).collect()
 }
 
-/// Adds, replaces or removes a reservation: `NAME=ADDRESS[,MAC]`, or `NAME-`.
+/// Adds, replaces or removes a reservation: `NAME=ADDRESS[,MAC]`, `NAME=,MAC` or `NAME-`.
 fn reserve(reservations: &mut Vec<v1::AddressReservation>, change: &str) -> Result<()> {
     let (name, value) = match (change.split_once('='), change.strip_suffix('-')) {
         (Some((name, value)), _) => (name, Some(value)),

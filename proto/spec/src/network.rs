@@ -301,7 +301,7 @@ impl NetworkSpec {
         let reservations = reservation::reservations(
             found,
             &format!("{field}.reservations"),
-            subnet,
+            (subnet, net6.is_some()),
             &spec.reservations,
         );
         let security_groups = group::groups(found, &format!("{field}.securityGroups"), &spec.security_groups);

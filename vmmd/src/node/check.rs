@@ -277,7 +277,10 @@ async fn nics(
         };
         // vmmd chooses an address that no other NIC has.
         let [a, b, c, d, e, f, ..] = Uuid::new_v4().into_bytes();
-        let mac = nic.mac.unwrap_or_else(|| Mac::local([a, b, c, d, e, f]));
+        let mac = nic
+            .mac
+            .or_else(|| vmmd_network::reserved_mac(&host.networks, nic));
+        let mac = mac.unwrap_or_else(|| Mac::local([a, b, c, d, e, f]));
         let looked = vmmd_network::look(host.for_networks(), vm, index, nic, mac).await;
         if let Err(failure) = looked {
             found.push(Problem::of(failure, format!("spec.nics[{index}].{part}")));

@@ -108,7 +108,7 @@ fn decline(record: &mut NetworkRecord, declined: &Declined, given: bool, now: u6
     let is_reserved = spec
         .reservations
         .iter()
-        .any(|reservation| reservation.mac == Some(declined.mac));
+        .any(|reservation| reservation.mac == Some(declined.mac) && reservation.address.is_some());
     let may_move = is_ipv4 && !given && !is_reserved && of_nic < MOST_OF_A_NIC && replaced.count() < free;
     let place = record.leases.iter().position(|lease| *lease == own)?;
     let old = record.leases.get_mut(place)?;

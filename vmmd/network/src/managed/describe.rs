@@ -56,8 +56,11 @@ fn describe_lease(
     now: u64,
 ) -> v1::NetworkLease {
     let mut reservations = spec.iter().flat_map(|spec| &spec.reservations);
-    let reservation = reservations.find(|reservation| Some(reservation.address) == lease.ip());
     let mac = lease.mac();
+    let reservation = reservations.find(|reservation| match reservation.address {
+        Some(address) => lease.ip() == Some(address),
+        None => reservation.mac == mac,
+    });
     let address6 = net6.zip(mac).map(|(net, mac)| net.of(mac));
     v1::NetworkLease {
         address: lease.ip().map(|address| address.to_string()).unwrap_or_default(),

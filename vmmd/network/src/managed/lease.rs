@@ -67,7 +67,9 @@ impl Networks {
         let keeps = |lease: &LeaseRecord| keeps(request, lease);
         let mut reservations = spec.reservations.iter();
         let own = reservations.find(|reservation| reservation.mac == Some(request.mac));
-        let wanted = request.address.or(own.map(|reservation| reservation.address));
+        let wanted = request
+            .address
+            .or(own.and_then(|reservation| reservation.address));
         not_reserved_for_another(&spec, record, request, wanted)?;
         let address = pool::allocate(&spec, &record.leases, owner, (wanted, keeps), text::now_ms())
             .map_err(|refusal| refused(network, &spec, request, &refusal))?;
@@ -275,7 +277,9 @@ fn not_reserved_for_another(
     address: Option<Ipv4Addr>,
 ) -> Result<(), Failure> {
     let is_other = |reservation: &&Reservation| {
-        Some(reservation.address) == address && reservation.mac.is_some_and(|mac| mac != request.mac)
+        address.is_some()
+            && reservation.address == address
+            && reservation.mac.is_some_and(|mac| mac != request.mac)
     };
     let (vm, nic) = (request.vm.0.as_bytes(), request.nic);
     let has = |lease: &LeaseRecord| lease.is_of(vm, nic) && lease.ip() == address;
@@ -284,7 +288,9 @@ fn not_reserved_for_another(
             let message = format!(
                 "NIC \"{nic}\": the address {} of the network \"{}\" is reserved for another MAC address (\"{}\"): choose another \
                  address, or give the NIC that MAC address",
-                reservation.address, record.name, reservation.name
+                address.map_or_else(String::new, |address| address.to_string()),
+                record.name,
+                reservation.name
             );
             Err(Failure::precondition("ADDRESS_RESERVED", message))
         }

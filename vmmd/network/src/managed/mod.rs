@@ -44,7 +44,9 @@ use vmmd_api::v1;
 use vmmd_spec::{
     Violations,
     name::Name,
-    network::{LEAST_MTU_OF_IPV6, MTUS, NetworkMode, NetworkSpec, NewNetwork, Subnet},
+    network::{
+        LEAST_MTU_OF_IPV6, MTUS, NetworkMode, NetworkSpec, NewNetwork, Subnet, reservation::Reservation,
+    },
     nic::{Access, Mac, NicAddress},
 };
 
@@ -248,12 +250,19 @@ impl Networks {
         Ok(describe(&seen))
     }
 
-    /// The IPv4 address that the spec of a NIC gives. Refused as `RESERVATION_NOT_FOUND` when the network has no reservation of the
-    /// given name.
+    /// MAC address of a reservation.
+    pub fn reserved_mac(&self, network: &str, name: &Name) -> Option<Mac> {
+        let spec = spec_of(self.registry.lock().get(network)?)?;
+        let mut reservations = spec.reservations.iter();
+        reservations.find(|reservation| reservation.name == *name)?.mac
+    }
+
+    /// The IPv4 address that the spec of a NIC with this MAC address gives. Refused as `RESERVATION_NOT_FOUND` when the network has no
+    /// reservation of the given name, and as `ADDRESS_RESERVED` when the reservation is that of another MAC address.
     pub fn wanted(
         &self,
         network: &str,
-        nic: &Name,
+        (nic, mac): (&Name, Mac),
         address: Option<&NicAddress>,
     ) -> Result<Option<Ipv4Addr>, Failure> {
         let name = match address {
@@ -264,7 +273,18 @@ impl Networks {
         let spec = spec_of(&self.find(network)?);
         let mut reservations = spec.iter().flat_map(|spec| &spec.reservations);
         match reservations.find(|reservation| reservation.name == *name) {
-            Some(reservation) => Ok(Some(reservation.address)),
+            Some(Reservation {
+                address: None,
+                mac: Some(reserved),
+                ..
+            }) if *reserved != mac => {
+                let message = format!(
+                    "NIC \"{nic}\": the reservation \"{name}\" of the network \"{network}\" is for the MAC address {reserved}: give the NIC \
+                     that MAC address"
+                );
+                Err(Failure::precondition("ADDRESS_RESERVED", message))
+            }
+            Some(reservation) => Ok(reservation.address),
             None => {
                 let message = format!(
                     "NIC \"{nic}\": the network \"{network}\" has no reservation \"{name}\": add it with `vmmctl update network \

@@ -38,7 +38,7 @@ pub fn allocate(
         let reserved: BTreeSet<_> = spec
             .reservations
             .iter()
-            .map(|reserved| reserved.address)
+            .filter_map(|reserved| reserved.address)
             .collect();
         let free = |address: &Ipv4Addr| {
             *address != gateway && !taken.contains(address) && !reserved.contains(address)
@@ -62,7 +62,10 @@ pub fn available(spec: &NetworkSpec, leases: &[LeaseRecord], now_ms: u64) -> u32
     let prefix = spec.subnet.map_or(32, |subnet| subnet.net.prefix());
     let all = 1_u32.checked_shl(32 - u32::from(prefix)).unwrap_or(0);
     let taken = leases.iter().filter(|lease| lease.counts(now_ms));
-    let reserved = spec.reservations.iter().map(|reservation| reservation.address);
+    let reserved = spec
+        .reservations
+        .iter()
+        .filter_map(|reservation| reservation.address);
     let taken: BTreeSet<_> = taken.filter_map(LeaseRecord::ip).chain(reserved).collect();
     let taken = taken.len();
     all.saturating_sub(3)

@@ -11,7 +11,7 @@ use vmmd_objects::{
 };
 use vmmd_spec::{
     Violations,
-    network::{NetworkMode, NetworkSpec},
+    network::{NetworkMode, NetworkSpec, reservation::Reservation},
 };
 use vmmd_store::{LeaseRecord, NetworkRecord};
 
@@ -148,7 +148,14 @@ fn no_named_reservation_lost(
     let old = before.spec.iter().flat_map(|spec| &spec.reservations);
     let is_kept = |old: &v1::AddressReservation| {
         let mut new = new.reservations.iter();
-        new.any(|new| new.name.as_str() == old.name && new.address.to_string() == old.address)
+        new.any(|new: &Reservation| {
+            let is_same = match new.address {
+                Some(address) => address.to_string() == old.address,
+                // The IPv6 address follows from the MAC address.
+                None => old.address.is_empty() && old.mac.parse().ok() == new.mac,
+            };
+            new.name.as_str() == old.name && is_same
+        })
     };
     let lost: Vec<_> = old
         .filter(|old| !is_kept(old))
