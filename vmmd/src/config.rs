@@ -17,7 +17,7 @@ use vmmd_host::{
     roots::Roots,
 };
 use vmmd_images::rules::ImportRules;
-use vmmd_spec::nic;
+use vmmd_spec::{firewall::Addresses, nic};
 
 mod clients;
 #[cfg(test)]
@@ -68,6 +68,10 @@ pub struct Config {
     pub netd: Option<PathBuf>,
     /// Ports of the node that VMs may publish: `"443"`, `"20000-29999"`. Default: all.
     pub published_ports: Vec<String>,
+    /// How long an address of a network stays reserved for its NIC when the NIC is removed or the VM is deleted, in seconds. Default 600.
+    pub address_retention_seconds: u32,
+    /// Subnets that VMs may have behind their NICs: `"10.64.0.0/10"`, `"fd00:90::/32"`. Default: all.
+    pub routed_subnets: Vec<String>,
     /// The program that serves shares. Default: `virtiofsd` beside the `vmm`.
     pub virtiofsd: Option<PathBuf>,
     /// The program that serves the TPM of a VM. Default `/usr/bin/swtpm`, of Debian's package `swtpm`.
@@ -280,6 +284,8 @@ impl Default for Config {
             vmm_image: None,
             netd: None,
             published_ports: Vec::new(),
+            address_retention_seconds: 600,
+            routed_subnets: Vec::new(),
             virtiofsd: None,
             swtpm: "/usr/bin/swtpm".into(),
             kvm_device: "/dev/kvm".into(),
@@ -408,6 +414,12 @@ impl Config {
         if let Some(wrong) = self.published_ports.iter().find(|text| !is_range(text)) {
             let problem = format!("must be ports such as \"443\" or \"20000-29999\", is \"{wrong}\"");
             return refuse("published_ports", &problem);
+        }
+        let is_subnet = |text: &&String| text.parse::<Addresses>().is_ok();
+        if let Some(wrong) = self.routed_subnets.iter().find(|text| !is_subnet(text)) {
+            let problem =
+                format!("must be ranges such as \"10.64.0.0/10\" or \"fd00:90::/32\", is \"{wrong}\"");
+            return refuse("routed_subnets", &problem);
         }
         if let Err(problem) = self.roots.check() {
             return refuse("roots", problem);
@@ -549,6 +561,7 @@ mod tests {
             ("snapshots = { max_count = 1 }", "max_count"),
             ("roots = { disks = ['/srv', 'vm'] }", "roots"),
             ("published_ports = ['80', '90-80']", "published_ports"),
+            ("routed_subnets = ['10.64.0.1/10']", "routed_subnets"),
             ("screen = { certificate = '/a' }", "`screen.key` must be given"),
             ("screen = { key = '/a' }", "`screen.certificate` must be given"),
             ("screen = { vnc = '[::]:5900', key = '/a' }", "screen.certificate"),

@@ -162,6 +162,8 @@ impl Host {
             ledger: &self.ledger,
             cgroups: self.cgroups.as_ref(),
             publishable: &self.config.published_ports,
+            routable: &self.config.routed_subnets,
+            retention_ms: u64::from(self.config.address_retention_seconds) * 1000,
             links: &self.links,
             networks: &self.networks,
             vms: &self.vms,

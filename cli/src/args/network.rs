@@ -73,9 +73,14 @@ pub struct CreateNetwork {
     /// Name that VMs find, in the network's domain or complete, with its addresses; repeat the option for several
     #[arg(long = "dns-record", value_name = "NAME=ADDRESS[,ADDRESS]")]
     pub dns_records: Vec<String>,
-    /// Address that stays when its VM is deleted, for NICs that name it, or for the one with a MAC address; repeat the option for several
+    /// Address that stays when its VM is deleted, for NICs that name it, or for the one with a MAC address; NAME=,MAC for IPv6 alone.
+    /// Repeat the option for several
     #[arg(long = "reserve", value_name = "NAME=ADDRESS[,MAC]")]
     pub reservations: Vec<String>,
+    /// Firewall that NICs name: connections to the VMs (in=) and of the VMs (out=) that it allows, several with + between them, as in
+    /// web,in=tcp:80+tcp:8000-8100+icmp@10.80.0.0/24,out=none; repeat the option for several
+    #[arg(long = "security-group", value_name = "NAME,in=RULE[+RULE],out=RULE[+RULE]")]
+    pub groups: Vec<String>,
     /// Largest packet in bytes; that of the node's default route when not given
     #[arg(long, value_name = "BYTES")]
     pub mtu: Option<u32>,
@@ -96,6 +101,7 @@ Examples:
   vmmctl update network lan --dns 10.0.0.53 --dns 10.0.0.54
   vmmctl update network lan --dns node
   vmmctl update network lan --reserve web=10.80.0.9 --reserve old-
+  vmmctl update network lan --security-group web,in=tcp:80+tcp:443 --security-group old-
   vmmctl update network lan --domain lan.example --dns-record db=10.80.0.9 --dns-record registry.example.com=192.0.2.7
   vmmctl update network backend --mode routed -l tier=back -l old-")]
 pub struct UpdateNetwork {
@@ -132,6 +138,13 @@ pub struct UpdateNetwork {
     /// several. "NAME-" removes one
     #[arg(long = "reserve", value_name = "NAME=ADDRESS[,MAC]|NAME-")]
     pub reservations: Vec<String>,
+    /// Firewall that NICs name, besides the present ones or in place of the one of that name, as of `create network`; repeat the option
+    /// for several. "NAME-" removes one
+    #[arg(
+        long = "security-group",
+        value_name = "NAME,in=RULE[+RULE],out=RULE[+RULE]|NAME-"
+    )]
+    pub groups: Vec<String>,
     /// Option of DHCP for IPv6 to send to VMs, as --dhcp-option
     #[arg(long = "dhcp6-option", value_name = "NUMBER=VALUE|none")]
     pub dhcp6_options: Vec<String>,

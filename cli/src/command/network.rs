@@ -32,15 +32,20 @@ pub async fn create(client: &Client, args: &CreateNetwork) -> Result<()> {
     ))
 }
 
-/// Changes a network. Other labels and reservations stay: the request has all of them, so it is valid for the present generation only.
+/// Changes a network. Other labels, reservations and security groups stay: the request has all of them, so it is valid for the present generation
+/// only.
 pub async fn update(client: &Client, args: &UpdateNetwork) -> Result<()> {
     let mut request = changes(args)?;
-    if !args.labels.is_empty() || !args.reservations.is_empty() {
+    if !args.labels.is_empty() || !args.reservations.is_empty() || !args.groups.is_empty() {
         let v1::Network { metadata, spec, .. } = client.object::<v1::Network>(&args.name).await?;
         let there = metadata.unwrap_or_default();
         let network = request.network.get_or_insert_default();
         let new = network.spec.get_or_insert_default();
-        new.reservations = spec.unwrap_or_default().reservations;
+        let spec = spec.unwrap_or_default();
+        (new.reservations, new.security_groups) = (spec.reservations, spec.security_groups);
+        for change in &args.groups {
+            security_group(&mut new.security_groups, change)?;
+        }
         for change in &args.reservations {
             reserve(&mut new.reservations, change)?;
         }
@@ -103,6 +108,9 @@ fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
     }
     if !args.reservations.is_empty() {
         paths.push("spec.reservations");
+    }
+    if !args.groups.is_empty() {
+        paths.push("spec.security_groups");
     }
     if !args.labels.is_empty() {
         paths.push("metadata.labels");
@@ -178,7 +186,7 @@ fn records(texts: &[String]) -> Result<Vec<v1::DnsRecord>> {
     texts.iter().map(record).collect()
 }
 
-/// Adds, replaces or removes a reservation: `NAME=ADDRESS[,MAC]`, or `NAME-`.
+/// Adds, replaces or removes a reservation: `NAME=ADDRESS[,MAC]`, `NAME=,MAC` or `NAME-`.
 fn reserve(reservations: &mut Vec<v1::AddressReservation>, change: &str) -> Result<()> {
     let (name, value) = match (change.split_once('='), change.strip_suffix('-')) {
         (Some((name, value)), _) => (name, Some(value)),
@@ -200,7 +208,76 @@ fn reserve(reservations: &mut Vec<v1::AddressReservation>, change: &str) -> Resu
     Ok(())
 }
 
+/// Adds, replaces or removes a security group: `NAME,in=RULE[+RULE],out=RULE[+RULE]`, or `NAME-`.
+fn security_group(groups: &mut Vec<v1::SecurityGroup>, change: &str) -> Result<()> {
+    let wrong = |why: &str| Failure::new(Code::Usage, format!("security group \"{change}\": {why}"));
+    let (name, sides) = match (change.split_once(','), change.strip_suffix('-')) {
+        (Some((name, sides)), _) => (name, Some(sides)),
+        (None, Some(name)) => (name, None),
+        (None, None) => return Err(wrong("must be NAME,in=RULE[+RULE],out=RULE[+RULE]")),
+    };
+    groups.retain(|group| group.name != name);
+    let Some(sides) = sides else {
+        return Ok(());
+    };
+    let mut group = v1::SecurityGroup {
+        name: name.to_owned(),
+        ..v1::SecurityGroup::default()
+    };
+    for side in sides.split(',') {
+        let (direction, rules) = match side.split_once('=') {
+            Some(("in", rules)) => (&mut group.ingress, rules),
+            Some(("out", rules)) => (&mut group.egress, rules),
+            _ => return Err(wrong("rules are in=RULE[+RULE] and out=RULE[+RULE]")),
+        };
+        let rules = rules.split('+').filter(|rule| *rule != "none").map(rule);
+        let allow = rules.collect::<Option<_>>();
+        let allow = allow.ok_or_else(|| {
+            wrong("a rule is any, tcp, udp or icmp, with a port as in tcp:80 or udp:8000-8100, and with an address as in tcp@10.0.0.0/8")
+        })?;
+        *direction = Some(v1::NicRules { allow });
+    }
+    groups.push(group);
+    Ok(())
+}
+
+/// A rule as `PROTOCOL[:PORT[-PORT]][@RANGE]`.
+fn rule(text: &str) -> Option<v1::NicRule> {
+    let (what, address) = text.split_once('@').unwrap_or((text, ""));
+    let (protocol, ports) = what.split_once(':').unwrap_or((what, ""));
+    let protocol = match protocol {
+        "any" => v1::RuleProtocol::Unspecified,
+        "tcp" => v1::RuleProtocol::Tcp,
+        "udp" => v1::RuleProtocol::Udp,
+        "icmp" => v1::RuleProtocol::Icmp,
+        _ => return None,
+    };
+    let ports = match ports {
+        "" => None,
+        ports => {
+            let (first, last) = ports.split_once('-').unwrap_or((ports, "0"));
+            Some(v1::PortRange {
+                first: first.parse().ok()?,
+                last: last.parse().ok()?,
+            })
+        }
+    };
+    Some(v1::NicRule {
+        addresses: Some(address)
+            .filter(|text| !text.is_empty())
+            .map(str::to_owned)
+            .into_iter()
+            .collect(),
+        protocol: protocol.into(),
+        ports: ports.into_iter().collect(),
+    })
+}
+
 fn request(args: &CreateNetwork) -> Result<v1::CreateNetworkRequest> {
+    let mut security_groups = Vec::new();
+    for group in &args.groups {
+        security_group(&mut security_groups, group)?;
+    }
     let mut reservations = Vec::new();
     for reservation in &args.reservations {
         reserve(&mut reservations, reservation)?;
@@ -223,6 +300,7 @@ fn request(args: &CreateNetwork) -> Result<v1::CreateNetworkRequest> {
                 domain: args.domain.clone().unwrap_or_default(),
                 dns_records: records(&args.dns_records)?,
                 reservations,
+                security_groups,
             }),
             status: None,
         }),

@@ -8,7 +8,7 @@ use crate::{
     failure::Result,
 };
 
-const KEYS: &str = "network=, bridge=, tap=, pod-network, address=, publish=, name=, mac=, queues=, mtu=, vlan=, mac-filter=, boot-order=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
+const KEYS: &str = "network=, bridge=, tap=, pod-network, address=, publish=, routed=, groups=, name=, mac=, queues=, mtu=, vlan=, mac-filter=, boot-order=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
 
 /// The NIC number `index` of a VM from `key=value,…`.
 pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
@@ -51,6 +51,14 @@ fn set(nic: &mut v1::NicSpec, key: &str, value: &str) -> Result<bool, String> {
         "publish" => {
             let ports = value.split('+').filter(|port| *port != "none").map(published);
             nic.published_ports = ports.collect::<Result<_, _>>()?;
+        }
+        "routed" => {
+            let subnets = value.split('+').filter(|subnet| *subnet != "none");
+            nic.routed_subnets = subnets.map(str::to_owned).collect();
+        }
+        "groups" => {
+            let groups = value.split('+').filter(|group| *group != "none");
+            nic.security_groups = groups.map(str::to_owned).collect();
         }
         "queues" => nic.queues = number(value)?,
         "mtu" => nic.mtu = number(value)?,
@@ -95,6 +103,8 @@ pub fn fields(text: &str) -> impl Iterator<Item = &str> {
         "rx-bps" | "rx-pps" => "receive_limit",
         "tx-bps" | "tx-pps" => "transmit_limit",
         "publish" => "published_ports",
+        "routed" => "routed_subnets",
+        "groups" => "security_groups",
         "mac-filter" => "mac_filter",
         "boot-order" => "boot_order",
         // The other keys have the names of the fields.
@@ -225,6 +235,15 @@ mod tests {
     }
 
     #[test]
+    fn subnets_and_groups_are_lists_that_none_empties() {
+        let mut nic = from_text(0, "network=lan,routed=10.90.0.0/24+fd00:90::/64,groups=web+db").unwrap();
+        assert_eq!(nic.routed_subnets, ["10.90.0.0/24", "fd00:90::/64"]);
+        assert_eq!(nic.security_groups, ["web", "db"]);
+        apply(&mut nic, "routed=none,groups=none", "KEY=VALUE").unwrap();
+        assert_eq!(nic, from_text(0, "network=lan").unwrap());
+    }
+
+    #[test]
     fn keys_change_a_nic_and_zero_removes_a_limit() {
         let mut nic = from_text(0, "tap=tap0,off=tso,tx-bps=1Mi,link=down").unwrap();
         apply(&mut nic, "off=none,tx-bps=0,link=up", "KEY=VALUE").unwrap();
@@ -234,7 +253,7 @@ mod tests {
 
     #[test]
     fn each_key_sets_a_field_of_the_api() {
-        let text = "queues=1,mtu=9,vlan=5,mac-filter=on,boot-order=1,backend=vhost,name=a,mac=b,bridge=c,tap=d,network=e,address=f,publish=1,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
+        let text = "queues=1,mtu=9,vlan=5,mac-filter=on,boot-order=1,backend=vhost,name=a,mac=b,bridge=c,tap=d,network=e,address=f,publish=1,routed=10.90.0.0/24,groups=web,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
         let paths: Vec<_> = fields(text)
             .map(|field| format!("spec.nics[eth0].{field}"))
             .collect();

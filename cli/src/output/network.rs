@@ -98,6 +98,29 @@ impl Show for v1::Network {
             let headers = vec!["NAME", "ADDRESS", "MAC", "VM/NIC"];
             text.list("Reservations", headers, &reservations);
         }
+        let groups = spec.security_groups.iter();
+        let groups: Vec<_> = groups
+            .map(|group| {
+                vec![
+                    group.name.clone(),
+                    rules(group.ingress.as_ref()),
+                    rules(group.egress.as_ref()),
+                ]
+            })
+            .collect();
+        if !groups.is_empty() {
+            text.list("Security groups", vec!["NAME", "IN", "OUT"], &groups);
+        }
+        let behind = status.leases.iter().flat_map(|lease| {
+            let user = format!("{}/{}", lease.vm, lease.nic);
+            let via = both([lease.address.clone(), lease.ipv6_address.clone()]);
+            let subnets = lease.routed_subnets.iter();
+            subnets.map(move |subnet| vec![subnet.clone(), user.clone(), via.clone()])
+        });
+        let behind: Vec<_> = behind.collect();
+        if !behind.is_empty() {
+            text.list("Subnets behind VMs", vec!["SUBNET", "VM/NIC", "VIA"], &behind);
+        }
         let rows: Vec<_> = status
             .leases
             .iter()
@@ -124,6 +147,34 @@ impl Show for v1::Network {
             &rows,
         );
         text.0
+    }
+}
+
+/// "tcp:80,443@10.80.0.9 any@192.0.2.0/24"; "none" when nothing is allowed, empty without rules.
+fn rules(rules: Option<&v1::NicRules>) -> String {
+    let Some(rules) = rules else {
+        return String::new();
+    };
+    let rules = rules.allow.iter().map(|rule| {
+        let protocol = match rule.protocol() {
+            v1::RuleProtocol::Unspecified => "any".to_owned(),
+            protocol => camel(protocol.as_str_name(), "RULE_PROTOCOL_").to_lowercase(),
+        };
+        let ports = rule.ports.iter().map(|ports| match ports.last {
+            0 => ports.first.to_string(),
+            last => format!("{}-{last}", ports.first),
+        });
+        let ports = ports.collect::<Vec<_>>().join(",");
+        let with = |sign: &str, list: String| match list.as_str() {
+            "" => list,
+            _ => format!("{sign}{list}"),
+        };
+        protocol + &with(":", ports) + &with("@", rule.addresses.join(","))
+    });
+    let all: Vec<_> = rules.collect();
+    match all.as_slice() {
+        [] => "none".to_owned(),
+        all => all.join(" "),
     }
 }
 

@@ -158,6 +158,42 @@ fn routes_options_names_and_reservations_are_set_and_shown() {
 }
 
 #[test]
+fn security_groups_are_set_and_shown() {
+    let daemon = Daemon::start();
+    let made = run(
+        &daemon,
+        "create front --cidr 10.80.0.0/24 --security-group web,in=tcp:80+tcp:8000-8100@10.80.0.9,out=none \
+         --security-group old,in=any",
+    );
+    assert_eq!(made.0, 0, "{made:?}");
+    let shown = description(&daemon);
+    for expected in ["web tcp:80 tcp:8000-8100@10.80.0.9 none", "old any"] {
+        assert!(shown.contains(expected), "{expected}: {shown}");
+    }
+    let changes = "update front --security-group old- --security-group db,out=udp:53@fd00::1";
+    assert_eq!(run(&daemon, changes), done("network/front updated\n"));
+    let groups = daemon
+        .state
+        .network("front")
+        .unwrap()
+        .spec
+        .unwrap()
+        .security_groups;
+    let names: Vec<_> = groups.iter().map(|group| group.name.as_str()).collect();
+    assert_eq!(names, ["web", "db"]);
+    assert_eq!(groups[1].egress.as_ref().unwrap().allow[0].addresses, ["fd00::1"]);
+    for (wrong, expected) in [
+        ("web", "must be NAME,in="),
+        ("web,tcp:80", "rules are in="),
+        ("web,in=http", "a rule is any, tcp"),
+        ("web,in=tcp:http", "a rule is any, tcp"),
+    ] {
+        let (code, _, said) = run(&daemon, &format!("update front --security-group {wrong}"));
+        assert_eq!((code, said.contains(expected)), (2, true), "{said}");
+    }
+}
+
+#[test]
 fn verb_before_the_kind_does_the_same() {
     let daemon = with_two();
     let verb = |text: &str| line(&daemon, text);

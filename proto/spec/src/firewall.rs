@@ -87,6 +87,11 @@ impl Addresses {
         }
     }
 
+    /// Whether an address is in both.
+    pub fn overlaps(self, other: Self) -> bool {
+        self.has(other) || other.has(self)
+    }
+
     /// Whether all of the other's are its own.
     pub fn has(self, other: Self) -> bool {
         let (own, others) = (Self::bits(self.first), Self::bits(other.first));

@@ -30,6 +30,7 @@ pub mod probe;
 pub mod resources;
 pub mod share;
 pub mod smbios;
+pub mod subnet;
 pub mod topology;
 pub mod vm;
 

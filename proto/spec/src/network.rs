@@ -2,6 +2,7 @@
 
 pub mod dhcp;
 pub mod dns;
+pub mod group;
 pub mod reservation;
 
 use std::{
@@ -13,7 +14,7 @@ use std::{
 
 use vmmd_api::v1;
 
-use self::reservation::Reservation;
+use self::{group::SecurityGroup, reservation::Reservation};
 use super::{
     Violations,
     firewall::{self, Addresses},
@@ -232,6 +233,8 @@ pub struct NetworkSpec {
     pub dns_records: BTreeMap<String, Vec<IpAddr>>,
     /// Addresses that no NIC gets without a reason.
     pub reservations: Vec<Reservation>,
+    /// Firewalls that NICs share.
+    pub security_groups: Vec<SecurityGroup>,
 }
 
 /// A network as a client asks for it.
@@ -298,9 +301,10 @@ impl NetworkSpec {
         let reservations = reservation::reservations(
             found,
             &format!("{field}.reservations"),
-            subnet,
+            (subnet, net6.is_some()),
             &spec.reservations,
         );
+        let security_groups = group::groups(found, &format!("{field}.securityGroups"), &spec.security_groups);
         (subnet.is_some() || net6.is_some()).then_some(Self {
             mode,
             subnet,
@@ -315,6 +319,7 @@ impl NetworkSpec {
             domain,
             dns_records,
             reservations,
+            security_groups,
         })
     }
 }

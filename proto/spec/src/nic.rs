@@ -9,7 +9,13 @@ use std::{
 
 use vmmd_api::v1;
 
-use super::{Violations, firewall::Firewall, name::Name};
+use super::{
+    Violations,
+    firewall::{Addresses, Firewall},
+    name::Name,
+    network::group,
+    subnet,
+};
 
 /// Most pairs of queues of a NIC.
 pub const MAX_QUEUES: usize = 16;
@@ -131,14 +137,29 @@ pub fn port_range(text: &str) -> Option<RangeInclusive<u16>> {
     (*range.start() != 0 && !range.is_empty()).then_some(range)
 }
 
+/// The part of a NIC in a network of the node that changes while its VM runs: the connections that it may have.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Access {
+    /// Ports of the node that lead to the guest, at most [`MAX_PORTS`].
+    pub ports: Vec<PublishedPort>,
+    /// Connections that the guest may have.
+    pub firewall: Firewall,
+    /// Subnets behind the guest, disjoint, at most [`MAX_SUBNETS`](subnet::MAX_SUBNETS).
+    pub subnets: Vec<Addresses>,
+    /// Security groups of the network, whose connections the guest may have, too.
+    pub groups: Vec<Name>,
+}
+
 /// Validates the fields of a NIC in a network of the node; `field` is its path.
 pub(super) fn in_network(
     found: &mut Violations,
     field: &str,
     nic: &v1::NicSpec,
-) -> (Option<NicAddress>, Vec<PublishedPort>, Firewall) {
+) -> (Option<NicAddress>, Access) {
     let firewall = nic.firewall.clone().unwrap_or_default();
     let firewall = Firewall::new(found, &format!("{field}.firewall"), &firewall);
+    let subnets = subnet::subnets(found, &format!("{field}.routedSubnets"), &nic.routed_subnets);
+    let groups = group::names(found, &format!("{field}.securityGroups"), &nic.security_groups);
     let address = match nic.address.as_str() {
         "" => None,
         text => {
@@ -156,12 +177,18 @@ pub(super) fn in_network(
     if together > MAX_PORTS as u64 {
         let wrong = format_args!("at most {MAX_PORTS} ports, are {together}");
         found.add(format_args!("{field}.publishedPorts"), wrong);
-        return (address, Vec::new(), firewall);
+        return (address, Access::default());
     }
     let numbered = nic.published_ports.iter().enumerate();
     let ports = numbered
         .flat_map(|(index, port)| published(found, &format!("{field}.publishedPorts[{index}]"), port));
-    (address, ports.collect(), firewall)
+    let access = Access {
+        ports: ports.collect(),
+        firewall,
+        subnets,
+        groups,
+    };
+    (address, access)
 }
 
 /// Each port of an entry.
@@ -229,6 +256,8 @@ pub(super) fn refuse_in_network(found: &mut Violations, field: &str, nic: &v1::N
         ("address", !nic.address.is_empty()),
         ("publishedPorts", !nic.published_ports.is_empty()),
         ("firewall", nic.firewall.is_some()),
+        ("routedSubnets", !nic.routed_subnets.is_empty()),
+        ("securityGroups", !nic.security_groups.is_empty()),
     ] {
         if given {
             found.add(format_args!("{field}.{name}"), "is for a NIC with a `network`");
@@ -388,7 +417,7 @@ mod tests {
             published_ports: vec![port],
             ..v1::NicSpec::default()
         };
-        let (_, ports, _) = in_network(&mut found, "nic", &nic);
+        let (_, Access { ports, .. }) = in_network(&mut found, "nic", &nic);
         match found.0.first() {
             Some(violation) => Err(format!("{}: {}", violation.field, violation.description)),
             None => Ok(ports

@@ -303,8 +303,17 @@ fn vm_has_one_nic_in_the_network_of_its_pod() {
         nic.address = "10.0.2.9".into();
         nic.published_ports = vec![v1::PublishedPort::default()];
         nic.firewall = Some(v1::NicFirewall::default());
+        nic.routed_subnets = vec!["10.90.0.0/24".into()];
+        nic.security_groups = vec!["web".into()];
     };
-    let fields = ["address", "publishedPorts", "firewall"].map(|field| format!("spec.nics[0].{field}"));
+    let fields = [
+        "address",
+        "publishedPorts",
+        "firewall",
+        "routedSubnets",
+        "securityGroups",
+    ]
+    .map(|field| format!("spec.nics[0].{field}"));
     assert_eq!(refused("", 1, network_only)[1..], fields);
     let without_pod = fields_refused(|vm| {
         let attachment = v1::nic_spec::Attachment::PodNetwork(v1::PodNetwork::default());

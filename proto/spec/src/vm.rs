@@ -14,10 +14,10 @@ use super::{
     cpu::{CpuShare, Processor},
     disk::{BootOrder, Bus, Disk, Limit, MAX_SATA, RateGroup, RateLimit, Source},
     display::Display,
-    firewall::Firewall,
+    firewall::Addresses,
     metadata::Metadata,
     name::Name,
-    nic::{self, Mac, NicAddress, NicSwitches, PublishedPort},
+    nic::{self, Access, Mac, NicAddress, NicSwitches},
     pod::{self, PodUid},
     policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
     probe::Probes,
@@ -264,10 +264,8 @@ pub enum Attachment {
         name: Name,
         /// The address there; one that is free when there is none.
         address: Option<NicAddress>,
-        /// Ports of the node that lead to the NIC's.
-        ports: Vec<PublishedPort>,
-        /// Which connections the guest may have.
-        firewall: Firewall,
+        /// Connections of the guest.
+        access: Access,
     },
     /// The network of the VM's pod.
     PodNetwork {
@@ -347,6 +345,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             let most = format_args!("at most {most} queues of all NICs together, are {queues}");
             found.add("spec.nics", most);
         }
+        disjoint_subnets(&mut found, &nics);
         let run_policy = RunPolicy::new(&mut found, spec.run_policy);
         let on_crash = OnCrash::new(&mut found, spec.on_crash);
         let on_panic = OnPanic::new(&mut found, spec.on_panic, run_policy);
@@ -704,6 +703,24 @@ pub(super) fn unique<T: ToString>(
     }
 }
 
+/// Adds a violation for subnets that are behind two NICs.
+fn disjoint_subnets(found: &mut Violations, nics: &[Nic]) {
+    let mut seen: Vec<(&Name, Addresses)> = Vec::new();
+    for (index, nic) in nics.iter().enumerate() {
+        let Attachment::Network { access, .. } = &nic.attachment else {
+            continue;
+        };
+        for subnet in &access.subnets {
+            let clash = seen.iter().find(|(_, other)| other.overlaps(*subnet));
+            if let Some((other, range)) = clash {
+                let wrong = format_args!("{subnet} overlaps with {range} of NIC \"{other}\"");
+                found.add(format_args!("spec.nics[{index}].routedSubnets"), wrong);
+            }
+        }
+        seen.extend(access.subnets.iter().map(|subnet| (&nic.name, *subnet)));
+    }
+}
+
 /// Validates a NIC; `field` is its path: `spec.nics[1]`.
 pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic> {
     let name = name(found, &format!("{field}.name"), &nic.name);
@@ -716,12 +733,11 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
         }
         Some(v1::nic_spec::Attachment::Network(network)) => {
             let network = self::name(found, &format!("{field}.network"), network);
-            let (address, ports, firewall) = nic::in_network(found, field, nic);
+            let (address, access) = nic::in_network(found, field, nic);
             network.map(|name| Attachment::Network {
                 name,
                 address,
-                ports,
-                firewall,
+                access,
             })
         }
         Some(v1::nic_spec::Attachment::PodNetwork(pod)) => {

@@ -28,7 +28,7 @@ use rustix::{
 use uuid::Uuid;
 use vmmd_spec::{
     name::Name,
-    nic::Mac,
+    nic::{Mac, NicAddress},
     vm::{Attachment, Nic},
 };
 
@@ -80,6 +80,18 @@ fn is_tap_name(name: &str) -> bool {
     })
 }
 
+/// MAC address of the reservation that a NIC names.
+pub fn reserved_mac(networks: &Networks, nic: &Nic) -> Option<Mac> {
+    match &nic.attachment {
+        Attachment::Network {
+            name,
+            address: Some(NicAddress::Reserved(reservation)),
+            ..
+        } => networks.reserved_mac(name.as_str(), reservation),
+        _ => None,
+    }
+}
+
 /// Opens the tap of `nic`, or makes the tap of `end` on its bridge or in its pod. `index` is its number in the spec.
 pub async fn open_tap(
     host: Ports<'_>,
@@ -100,20 +112,18 @@ pub async fn open_tap(
         Attachment::Network {
             name: network,
             address,
-            ports,
-            firewall,
+            access,
         } => {
             let address = host
                 .networks
-                .wanted(network.as_str(), &nic.name, address.as_ref())?;
+                .wanted(network.as_str(), (&nic.name, mac), address.as_ref())?;
             let request = managed::Request {
                 vm: (vm, name),
                 nic: nic.name.as_str(),
                 tap: tap.clone(),
                 mac,
                 address,
-                ports,
-                firewall,
+                access,
                 plugged,
             };
             let bridge = host.networks.lease(host, network.as_str(), &request).await?;
@@ -164,18 +174,18 @@ pub async fn look(
         Attachment::Network {
             name,
             address,
-            ports,
-            firewall,
+            access,
         } => {
-            let address = host.networks.wanted(name.as_str(), &nic.name, address.as_ref())?;
+            let address = host
+                .networks
+                .wanted(name.as_str(), (&nic.name, mac), address.as_ref())?;
             let request = managed::Request {
                 vm,
                 nic: nic.name.as_str(),
                 tap: String::new(),
                 mac,
                 address,
-                ports,
-                firewall,
+                access,
                 plugged: false,
             };
             host.networks.would_give(host, name.as_str(), &request).await

@@ -1,7 +1,7 @@
 //! Network interfaces by rtnetlink: one connection for the daemon's life, no process per call.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
@@ -25,14 +25,17 @@ use rtnetlink::{
 };
 use tokio_stream::StreamExt;
 use vmmd_host::fault;
+use vmmd_spec::firewall::Addresses;
 
 use super::{
     guard::{Guard, MacFilter, TapGuard},
-    managed::{BridgeFacts, BridgeSpec},
+    managed::{BridgeFacts, BridgeSpec, routes::Route},
 };
 
 /// The table of the node's own addresses (linux/rtnetlink.h).
 const RT_TABLE_LOCAL: u32 = 255;
+/// Protocol of routes to subnets behind guests, which no routing daemon has (iproute2, rt_protos).
+const GUEST_ROUTES: RouteProtocol = RouteProtocol::Other(118);
 /// Metric of a second route to ::1, which no packet of the node takes.
 const LOOPBACK_METRIC: u32 = 1024;
 
@@ -188,12 +191,17 @@ impl Links {
     /// Address ranges in the main routing table, each with the index of its interface, except the
     /// default route.
     pub async fn routes(&self) -> io::Result<Vec<((IpAddr, u8), u32)>> {
-        Ok(self.main_table().await?.iter().filter_map(route).collect())
+        Ok(self
+            .main_table(RouteProtocol::Unspec)
+            .await?
+            .iter()
+            .filter_map(route)
+            .collect())
     }
 
     /// Name and properties of the interface of the default route: the one of IPv4 with the lowest metric, or else of IPv6.
     pub async fn uplink(&self) -> io::Result<Option<(String, Link)>> {
-        let all = self.main_table().await?;
+        let all = self.main_table(RouteProtocol::Unspec).await?;
         let metric = |route: &RouteMessage| {
             let metric = route.attributes.iter().find_map(|attribute| match attribute {
                 RouteAttribute::Priority(metric) => Some(*metric),
@@ -213,16 +221,15 @@ impl Links {
         Ok(found.and_then(|message| Some((name(&message)?, describe(&message)))))
     }
 
-    /// The routes of the main table.
-    async fn main_table(&self) -> io::Result<Vec<RouteMessage>> {
+    /// The routes of the main table with this protocol, or with any.
+    async fn main_table(&self, protocol: RouteProtocol) -> io::Result<Vec<RouteMessage>> {
         let all = [
             RouteMessageBuilder::<Ipv4Addr>::new().build(),
             RouteMessageBuilder::<Ipv6Addr>::new().build(),
         ];
         let mut found = Vec::new();
         for mut version in all {
-            // Routes of the main table from every origin.
-            version.header.protocol = RouteProtocol::Unspec;
+            version.header.protocol = protocol;
             let routes = self.handle.route().get(version).execute();
             tokio::pin!(routes);
             while let Some(message) = routes.next().await {
@@ -417,6 +424,45 @@ impl Links {
             .map_err(into_io)
     }
 
+    /// Routes to subnets behind guests over the interface `device`.
+    pub async fn guest_routes(&self, device: u32) -> io::Result<BTreeSet<Route>> {
+        let all = self.main_table(GUEST_ROUTES).await?;
+        let own = all
+            .iter()
+            .filter(|message| message.header.protocol == GUEST_ROUTES && interface(message) == Some(device));
+        Ok(own.filter_map(guest_route).collect())
+    }
+
+    /// Adds a route to a subnet behind a guest over the interface `device`. Another route to this subnet is an error.
+    pub async fn add_guest_route(&self, device: u32, route: Route) -> io::Result<()> {
+        fault::step("add a route");
+        let added = self
+            .handle
+            .route()
+            .add(guest_message(device, route)?)
+            .execute()
+            .await;
+        added.map_err(into_io).map_err(|error| {
+            let words = format!("add the route to {} via {}: {error}", route.to, route.via);
+            io::Error::new(error.kind(), words)
+        })
+    }
+
+    /// Removes a route to a subnet behind a guest. A missing one is no error.
+    pub async fn remove_guest_route(&self, device: u32, route: Route) -> io::Result<()> {
+        fault::step("remove a route");
+        let removed = self
+            .handle
+            .route()
+            .del(guest_message(device, route)?)
+            .execute()
+            .await;
+        match removed.map_err(into_io) {
+            Err(error) if error.raw_os_error() != Some(libc::ESRCH) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// Takes an interface away.
     pub async fn delete(&self, index: u32) -> io::Result<()> {
         fault::step("delete a bridge");
@@ -572,6 +618,39 @@ fn interface(message: &RouteMessage) -> Option<u32> {
         RouteAttribute::MultiPath(hops) => hops.first().map(|hop| hop.interface_index),
         _ => None,
     })
+}
+
+/// The message about a route to a subnet behind a guest.
+fn guest_message(device: u32, route: Route) -> io::Result<RouteMessage> {
+    match (route.to.first, route.via) {
+        (IpAddr::V4(to), IpAddr::V4(via)) => Ok(RouteMessageBuilder::<Ipv4Addr>::new()
+            .destination_prefix(to, route.to.prefix)
+            .gateway(via)
+            .output_interface(device)
+            .protocol(GUEST_ROUTES)
+            .onlink()
+            .build()),
+        (IpAddr::V6(to), IpAddr::V6(via)) => Ok(RouteMessageBuilder::<Ipv6Addr>::new()
+            .destination_prefix(to, route.to.prefix)
+            .gateway(via)
+            .output_interface(device)
+            .protocol(GUEST_ROUTES)
+            .onlink()
+            .build()),
+        _ => Err(io::ErrorKind::InvalidInput.into()),
+    }
+}
+
+/// The route of a message.
+fn guest_route(message: &RouteMessage) -> Option<Route> {
+    let ((first, prefix), _) = route(message)?;
+    let via = message.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Gateway(RouteAddress::Inet(via)) => Some(IpAddr::from(*via)),
+        RouteAttribute::Gateway(RouteAddress::Inet6(via)) => Some(IpAddr::from(*via)),
+        _ => None,
+    })?;
+    let to = Addresses { first, prefix };
+    Some(Route { to, via })
 }
 
 /// Where a route leads: the range, and the interface.

@@ -14,6 +14,8 @@ use super::{Links, Networks, PodNetwork};
 pub trait Users: Debug + Sync {
     /// The present state of each VM.
     fn vms(&self) -> Vec<Arc<v1::Vm>>;
+    /// The present state of the VM with this UUID.
+    fn vm(&self, uid: Uuid) -> Option<Arc<v1::Vm>>;
 }
 
 /// The pods of the node whose launchers are connected.
@@ -41,6 +43,10 @@ pub struct Ports<'a> {
     pub cgroups: Option<&'a cgroup::Parent>,
     /// Ports of the node that VMs may publish, as "80" and "8000-8010"; all when empty.
     pub publishable: &'a [String],
+    /// Subnets that may be behind guests, as "10.64.0.0/10"; all when empty.
+    pub routable: &'a [String],
+    /// How long an address stays with its NIC after its release, in milliseconds.
+    pub retention_ms: u64,
     /// Network interfaces of the node.
     pub links: &'a Links,
     /// The networks themselves.

@@ -151,7 +151,7 @@ async fn lease(host: &Arc<Host>, offer: &Offer, vm: &str) -> Result<(), Failure>
         (range, host.networks.has_ipv4(network))
     };
     for address in offer.addresses(range)? {
-        let Attachment::Network { ports, firewall, .. } = &address.nic.attachment else {
+        let Attachment::Network { access, .. } = &address.nic.attachment else {
             continue;
         };
         let request = vmmd_network::Lease {
@@ -160,8 +160,7 @@ async fn lease(host: &Arc<Host>, offer: &Offer, vm: &str) -> Result<(), Failure>
             tap: vmmd_network::tap_name(offer.uid, address.slot),
             mac: address.mac,
             address: address.address,
-            ports,
-            firewall,
+            access,
             plugged: false,
         };
         host.networks

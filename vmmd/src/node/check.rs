@@ -277,7 +277,10 @@ async fn nics(
         };
         // vmmd chooses an address that no other NIC has.
         let [a, b, c, d, e, f, ..] = Uuid::new_v4().into_bytes();
-        let mac = nic.mac.unwrap_or_else(|| Mac::local([a, b, c, d, e, f]));
+        let mac = nic
+            .mac
+            .or_else(|| vmmd_network::reserved_mac(&host.networks, nic));
+        let mac = mac.unwrap_or_else(|| Mac::local([a, b, c, d, e, f]));
         let looked = vmmd_network::look(host.for_networks(), vm, index, nic, mac).await;
         if let Err(failure) = looked {
             found.push(Problem::of(failure, format!("spec.nics[{index}].{part}")));
@@ -291,7 +294,9 @@ fn twice(spec: &VmSpec, left_out: impl Fn(&Nic) -> bool) -> Vec<Problem> {
     let (mut seen, mut found) = (BTreeSet::new(), Vec::new());
     for (index, nic) in spec.nics.iter().enumerate() {
         let Attachment::Network {
-            name, address, ports, ..
+            name,
+            address,
+            access,
         } = &nic.attachment
         else {
             continue;
@@ -300,7 +305,7 @@ fn twice(spec: &VmSpec, left_out: impl Fn(&Nic) -> bool) -> Vec<Problem> {
             let what = format!("the address {address} of the network \"{name}\"");
             (what, "ADDRESS_IN_USE", "address")
         });
-        let ports: BTreeSet<_> = ports.iter().map(PublishedPort::of_node).collect();
+        let ports: BTreeSet<_> = access.ports.iter().map(PublishedPort::of_node).collect();
         let ports = ports.into_iter().map(|port| {
             (
                 format!("the port {port} of the node"),

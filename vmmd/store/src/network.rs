@@ -6,7 +6,7 @@ use vmmd_spec::nic::{Mac, Protocol, PublishedPort};
 
 use crate::{LeaseRecord, PortRecord};
 
-/// How long an address stays with its NIC after its release, in milliseconds.
+/// How long an address stays with its NIC after its release by default, and how long no NIC gets a declined address, in milliseconds.
 pub const LEASE_RETENTION_MS: u64 = 10 * 60 * 1000;
 
 impl LeaseRecord {
@@ -18,7 +18,13 @@ impl LeaseRecord {
     /// Whether the lease means anything at `now_ms`. One that was released far in the future was released while the clock was wrong, and does not
     /// keep its address until then.
     pub fn counts(&self, now_ms: u64) -> bool {
-        self.released_ms == 0 || now_ms.abs_diff(self.released_ms) < LEASE_RETENTION_MS
+        let retention = self.retention_ms.unwrap_or(LEASE_RETENTION_MS);
+        self.released_ms == 0 || now_ms.abs_diff(self.released_ms) < retention
+    }
+
+    /// Notes that the NIC is gone at `now_ms`. Its address stays reserved for `retention_ms`.
+    pub fn release(&mut self, now_ms: u64, retention_ms: u64) {
+        (self.released_ms, self.retention_ms) = (now_ms, Some(retention_ms));
     }
 
     /// Whether it is that NIC's: a declined address that was replaced is no NIC's.

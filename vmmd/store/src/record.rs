@@ -742,6 +742,16 @@ pub struct LeaseRecord {
     /// with a release time is of no NIC: another lease has replaced it.
     #[prost(uint64, tag = "10")]
     pub declined_ms: u64,
+    /// Subnets behind its guest, as "10.90.0.0/16".
+    #[prost(string, repeated, tag = "11")]
+    pub subnets: Vec<String>,
+    /// Names of its security groups.
+    #[prost(string, repeated, tag = "12")]
+    pub groups: Vec<String>,
+    /// How long the address stays with its NIC after the release, in milliseconds; [`LEASE_RETENTION_MS`](crate::LEASE_RETENTION_MS)
+    /// when not known.
+    #[prost(uint64, optional, tag = "14")]
+    pub retention_ms: Option<u64>,
 }
 
 /// A port of the node that leads to a guest.

@@ -2,12 +2,14 @@
 
 mod changes;
 mod dhcp;
+mod groups;
 pub mod guest;
 mod helpers;
 mod ipv6;
 mod packets;
 mod probes;
 mod reserved;
+mod routed;
 mod steps;
 
 use std::{

@@ -131,6 +131,7 @@ impl NetworkService for State {
                 "spec.domain" => to.domain = from.domain,
                 "spec.dns_records" => to.dns_records = from.dns_records,
                 "spec.reservations" => to.reservations = from.reservations,
+                "spec.security_groups" => to.security_groups = from.security_groups,
                 "metadata.labels" => metadata(network).labels = metadata(&mut wanted).labels.clone(),
                 other => panic!("{other} is not changed in these tests"),
             }

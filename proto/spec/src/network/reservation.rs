@@ -15,8 +15,9 @@ pub const MAX_RESERVATIONS: usize = 256;
 pub struct Reservation {
     /// Unique in the network.
     pub name: Name,
-    /// Unique among the reservations of the network, and not the gateway's.
-    pub address: Ipv4Addr,
+    /// IPv4, unique among the reservations of the network, and not the gateway's. Without it, the reservation is that of the IPv6 address
+    /// of its MAC address.
+    pub address: Option<Ipv4Addr>,
     /// The only NIC that may have it; any when there is none.
     pub mac: Option<Mac>,
 }
@@ -25,7 +26,7 @@ pub struct Reservation {
 pub(super) fn reservations(
     found: &mut Violations,
     field: &str,
-    subnet: Option<Subnet>,
+    (subnet, has_ipv6): (Option<Subnet>, bool),
     wire: &[v1::AddressReservation],
 ) -> Vec<Reservation> {
     if wire.len() > MAX_RESERVATIONS {
@@ -53,9 +54,11 @@ pub(super) fn reservations(
             subnet.is_some_and(|subnet| subnet.net.has_host(*address) && subnet.gateway != *address)
         };
         let address = reservation.address.parse().ok().filter(is_host);
+        let is_of_ipv6 = reservation.address.is_empty() && has_ipv6 && !reservation.mac.is_empty();
         match address {
+            None if is_of_ipv6 => {}
             None => {
-                let wrong = "must be an IPv4 address of a host in the network, not that of the gateway";
+                let wrong = "must be an IPv4 address of a host in the network, not that of the gateway; with a `mac` and IPv6 it may be empty";
                 found.add(format_args!("{at}.address"), wrong);
             }
             Some(address) if !addresses.insert(address) => {
@@ -78,7 +81,7 @@ pub(super) fn reservations(
                 }
             },
         };
-        if let (Some(name), Some(address)) = (name, address) {
+        if let (Some(name), true) = (name, address.is_some() || is_of_ipv6) {
             reservations.push(Reservation { name, address, mac });
         }
     }
@@ -104,7 +107,7 @@ mod tests {
         let check = |wire: &[v1::AddressReservation], subnet| {
             let mut found = Violations::default();
             (
-                reservations(&mut found, "r", subnet, wire).len(),
+                reservations(&mut found, "r", (subnet, false), wire).len(),
                 found.to_string(),
             )
         };
@@ -126,5 +129,29 @@ mod tests {
             assert!(said.contains(expected), "{expected}: {said}");
         }
         assert!(check(&good, None).1.contains("r[0].address"));
+    }
+
+    #[test]
+    fn reservation_of_an_ipv6_address_has_a_mac() {
+        let check = |has_ipv6, mac: &str| {
+            let wire = v1::AddressReservation {
+                name: "web".into(),
+                address: String::new(),
+                mac: mac.into(),
+            };
+            let mut found = Violations::default();
+            (
+                reservations(&mut found, "r", (None, has_ipv6), &[wire]).len(),
+                found.to_string(),
+            )
+        };
+        assert_eq!(check(true, "52:54:00:00:00:09"), (1, String::new()));
+        for (has_ipv6, mac) in [(false, "52:54:00:00:00:09"), (true, "")] {
+            assert!(
+                check(has_ipv6, mac)
+                    .1
+                    .contains("with a `mac` and IPv6 it may be empty")
+            );
+        }
     }
 }

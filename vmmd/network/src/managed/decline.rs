@@ -74,15 +74,9 @@ impl Networks {
 
 /// Whether the spec of its VM gives a NIC its address.
 fn is_given(host: Ports<'_>, network: &str, lease: &LeaseRecord) -> bool {
-    let uid = Uuid::from_slice(&lease.vm).unwrap_or_default().to_string();
-    let vms = host.vms.vms();
-    let vm = vms
-        .iter()
-        .find(|vm| vm.metadata.as_ref().is_some_and(|metadata| metadata.uid == uid));
-    let nics = vm
-        .and_then(|vm| vm.spec.as_ref())
-        .map_or(&[][..], |spec| &spec.nics);
-    nics.iter().any(|nic| {
+    let vm = host.vms.vm(Uuid::from_slice(&lease.vm).unwrap_or_default());
+    let mut nics = vm.iter().flat_map(|vm| &vm.spec).flat_map(|spec| &spec.nics);
+    nics.any(|nic| {
         let is_there =
             matches!(&nic.attachment, Some(v1::nic_spec::Attachment::Network(name)) if name == network);
         is_there && nic.name == lease.nic && !nic.address.is_empty()
@@ -114,14 +108,16 @@ fn decline(record: &mut NetworkRecord, declined: &Declined, given: bool, now: u6
     let is_reserved = spec
         .reservations
         .iter()
-        .any(|reservation| reservation.mac == Some(declined.mac));
+        .any(|reservation| reservation.mac == Some(declined.mac) && reservation.address.is_some());
     let may_move = is_ipv4 && !given && !is_reserved && of_nic < MOST_OF_A_NIC && replaced.count() < free;
     let place = record.leases.iter().position(|lease| *lease == own)?;
     let old = record.leases.get_mut(place)?;
     old.declined_ms = now;
     let mut new = None;
     if may_move {
-        (old.released_ms, old.ports, old.firewall) = (now, Vec::new(), None);
+        old.released_ms = now;
+        (old.ports, old.firewall) = (Vec::new(), None);
+        (old.subnets, old.groups) = (Vec::new(), Vec::new());
         let owner = (own.vm.as_slice(), own.nic.as_str());
         let found = pool::allocate(&spec, &record.leases, owner, (None, |_: &LeaseRecord| true), now);
         let address = found.ok().flatten()?;

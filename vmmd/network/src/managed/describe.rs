@@ -56,8 +56,11 @@ fn describe_lease(
     now: u64,
 ) -> v1::NetworkLease {
     let mut reservations = spec.iter().flat_map(|spec| &spec.reservations);
-    let reservation = reservations.find(|reservation| Some(reservation.address) == lease.ip());
     let mac = lease.mac();
+    let reservation = reservations.find(|reservation| match reservation.address {
+        Some(address) => lease.ip() == Some(address),
+        None => reservation.mac == mac,
+    });
     let address6 = net6.zip(mac).map(|(net, mac)| net.of(mac));
     v1::NetworkLease {
         address: lease.ip().map(|address| address.to_string()).unwrap_or_default(),
@@ -71,6 +74,7 @@ fn describe_lease(
         reservation: reservation
             .map(|reservation| reservation.name.to_string())
             .unwrap_or_default(),
+        routed_subnets: lease.subnets.clone(),
         declined_time: lease
             .is_declined(now)
             .then(|| text::timestamp(lease.declined_ms))
@@ -115,7 +119,7 @@ pub fn refused(network: &str, spec: &NetworkSpec, request: &Request<'_>, refusal
         Refusal::Exhausted => {
             let message = format!(
                 "NIC \"{nic}\": all addresses of the network \"{network}\" ({}) are taken; those that were released are kept \
-                 for ten minutes",
+                 for a while (`address_retention_seconds` of the configuration)",
                 spec.subnet
                     .map(|subnet| subnet.net.to_string())
                     .unwrap_or_default()

@@ -23,6 +23,7 @@ use super::{
     netlink::Transactions,
     nft,
     node::{filtered, port},
+    routes,
     rules::{self, Element, Family, Field, Network, Set},
 };
 
@@ -43,6 +44,8 @@ pub struct Filter {
     pub guards: BTreeMap<Vec<u8>, Guard>,
     /// Indexes of taps that have guards.
     pub taps: BTreeSet<u32>,
+    /// Routes to subnets behind guests.
+    pub routes: routes::Known,
 }
 
 /// State of the kernel.
@@ -96,12 +99,20 @@ impl Parts {
         for lease in &record.leases {
             self.add_lease(&network, lease);
         }
+        self.add_groups(&network, record);
+    }
+
+    /// Adds the chains of the security groups that NICs name.
+    fn add_groups(&mut self, network: &Network, record: &NetworkRecord) {
+        let live = record.leases.iter().filter(|lease| lease.released_ms == 0);
+        let used: BTreeSet<_> = live.flat_map(|lease| &lease.groups).collect();
+        self.chains.extend(firewall::group_chains(network, used));
     }
 
     fn add_lease(&mut self, network: &Network, lease: &LeaseRecord) {
         if let Some(port) = port(network, lease) {
             self.elements.extend(network.elements_of(&port));
-            self.chains.extend(firewall::chains(network.gateway, &port));
+            self.chains.extend(firewall::chains(network, &port));
         }
     }
 }
@@ -127,6 +138,8 @@ impl Plan {
                 if let Some(network) = filtered(record) {
                     differing(before, record).for_each(|lease| self.removed.add_lease(&network, lease));
                     differing(record, before).for_each(|lease| self.added.add_lease(&network, lease));
+                    self.removed.add_groups(&network, before);
+                    self.added.add_groups(&network, record);
                 }
             }
             before => {
@@ -465,6 +478,54 @@ mod tests {
         assert_eq!(changed.added.chains.len(), 1);
         let ended = plan(&closed, &open);
         assert_eq!((ended.removed.chains.len(), ended.added.chains.len()), (1, 0));
+    }
+
+    #[test]
+    fn change_of_a_group_changes_one_chain_of_all_its_guests() {
+        let with = |last, groups: &[&str]| LeaseRecord {
+            groups: groups.iter().map(|name| (*name).to_owned()).collect(),
+            ..lease(last, &format!("vm{last}"))
+        };
+        let network = |rules: usize, leases: &[LeaseRecord]| {
+            let mut network = network(1, leases);
+            let group = |name: &str, rules| v1::SecurityGroup {
+                name: name.into(),
+                ingress: Some(v1::NicRules {
+                    allow: vec![v1::NicRule::default(); rules],
+                }),
+                egress: None,
+            };
+            let spec = network.spec.as_mut().unwrap();
+            spec.security_groups = vec![group("web", rules), group("db", 1)];
+            [network]
+        };
+        let names = |parts: &Parts| -> Vec<String> {
+            let names = parts.chains.keys();
+            names.map(|(_, name)| name.clone()).collect()
+        };
+        let group = |name: &str| format!("ingress-vmb0101010101-{name}");
+        let both = [with(2, &["web"]), with(3, &["web"])];
+        let changed = plan(&network(1, &both), &network(2, &both));
+        assert_eq!(
+            (names(&changed.added), changed.removed),
+            (vec![group("web")], Parts::default())
+        );
+        assert!(changed.added.elements.is_empty());
+        // A group has a chain while a guest has the group.
+        let one = [with(2, &["web"]), lease(3, "vm3")];
+        let begun = plan(
+            &network(1, &one),
+            &network(1, &[with(2, &["web"]), with(3, &["db"])]),
+        );
+        assert_eq!(names(&begun.added), ["ingress-vm3".to_owned(), group("db")]);
+        assert_eq!(sets(&begun.added.elements), ["ingress"]);
+        let ended = plan(&network(1, &both), &network(1, &one));
+        assert_eq!(names(&ended.removed), ["ingress-vm3"]);
+        let ended = plan(
+            &network(1, &one),
+            &network(1, &[lease(2, "vm2"), lease(3, "vm3")]),
+        );
+        assert_eq!(names(&ended.removed), ["ingress-vm2".to_owned(), group("web")]);
     }
 
     #[test]

@@ -1,11 +1,12 @@
 //! Which connections guests may have: a chain of the bridge's table for each direction of a guest
-//! that has rules, and the maps that lead there (`firewall.nft`).
+//! that has rules, and the maps that lead there (`firewall.nft`). A security group has a chain for each of its directions, to which the
+//! chains of its guests jump: a change of the group changes one chain.
 
 use std::{collections::BTreeMap, fmt::Display, net::Ipv4Addr};
 
-use vmmd_spec::firewall::{Rule, RuleProtocol};
+use vmmd_spec::firewall::{Firewall, Rule, RuleProtocol};
 
-use super::rules::{Port, TABLE};
+use super::rules::{Network, Port, TABLE};
 
 /// Input for nft with the parts that all guests' chains need, for a table without them.
 pub const SHARED: &str = include_str!("firewall.nft");
@@ -28,43 +29,87 @@ delete map bridge vmmd egress
 delete map bridge vmmd ingress
 ";
 
-/// Chains of guests: the map that leads to each and its name, and its rules.
+/// Chains of guests and of security groups: the direction of each and its name, and its rules.
 pub type Chains = BTreeMap<(&'static str, String), String>;
 
-/// The chains of a guest in the network with this IPv4 address of the node.
-pub fn chains(gateway: Option<Ipv4Addr>, port: &Port) -> Chains {
-    let directions = [
-        ("egress", "daddr", &port.firewall.egress),
-        ("ingress", "saddr", &port.firewall.ingress),
-    ];
-    let with_rules = directions.into_iter().filter_map(|(map, other, rules)| {
-        let name = (map, format!("{map}-{}", port.tap));
-        Some((name, chain(gateway, other, rules.as_ref()?)))
+/// Each direction of connections, and the other side's address in its packets. A map with the name of the direction leads to the
+/// chains of guests.
+const DIRECTIONS: [(&str, &str); 2] = [(EGRESS, "daddr"), ("ingress", "saddr")];
+const EGRESS: &str = "egress";
+
+/// The rules of a direction.
+fn side<'a>(firewall: &'a Firewall, direction: &str) -> Option<&'a [Rule]> {
+    match direction {
+        EGRESS => firewall.egress.as_deref(),
+        _ => firewall.ingress.as_deref(),
+    }
+}
+
+/// The chains of a guest in a network. A direction has a chain when the NIC, or one of its security groups, has rules for it. A group that the
+/// network does not have allows nothing.
+pub fn chains(network: &Network, port: &Port) -> Chains {
+    let with_rules = DIRECTIONS.into_iter().filter_map(|(direction, other)| {
+        let own = side(&port.firewall, direction);
+        let groups = port.groups.iter().filter(|name| {
+            let group = network.groups.get(name.as_str());
+            group.is_none_or(|group| side(group, direction).is_some())
+        });
+        let groups: Vec<_> = groups.collect();
+        if own.is_none() && groups.is_empty() {
+            return None;
+        }
+        let known = groups
+            .into_iter()
+            .filter(|name| network.groups.contains_key(name.as_str()));
+        let jumps = known.map(|name| format!("\t\tjump {}\n", group_chain(network, direction, name)));
+        let rules = rules(other, own.unwrap_or_default()) + &jumps.collect::<String>();
+        let name = (direction, format!("{direction}-{}", port.tap));
+        Some((name, chain(network.gateway, other, &rules)))
     });
     with_rules.collect()
 }
 
-/// Input for nft that makes chains, or replaces their rules.
-pub fn text(chains: &Chains) -> String {
-    let chains = chains.iter().map(|((_, name), rules)| {
-        format!(
-            "add chain bridge {TABLE} {name}\nflush chain bridge {TABLE} {name}\n\
-             table bridge {TABLE} {{\n\tchain {name} {{\n{rules}\t}}\n}}\n"
-        )
+/// The chains of these security groups of a network: one for each direction for which a group has rules.
+pub fn group_chains<'a>(network: &Network, groups: impl IntoIterator<Item = &'a String>) -> Chains {
+    let known = groups
+        .into_iter()
+        .filter_map(|name| Some((name, network.groups.get(name)?)));
+    let chains = known.flat_map(|(name, group)| {
+        DIRECTIONS.into_iter().filter_map(move |(direction, other)| {
+            let rules = rules(other, side(group, direction)?);
+            Some(((direction, group_chain(network, direction, name)), rules))
+        })
     });
     chains.collect()
 }
 
-/// Input for nft that removes chains that nothing leads to.
-pub fn removal(chains: &Chains) -> String {
-    let names = chains.keys();
-    names
-        .map(|(_, name)| format!("delete chain bridge {TABLE} {name}\n"))
-        .collect()
+/// Name of the chain of a security group. That of a guest has no bridge in it.
+fn group_chain(network: &Network, direction: &str, group: &str) -> String {
+    format!("{direction}-{}-{group}", network.bridge)
 }
 
-/// The rules of a chain. The other side of a packet is its `other`.
-fn chain(gateway: Option<Ipv4Addr>, other: &str, rules: &[Rule]) -> String {
+/// Input for nft that makes chains, or replaces their rules. All chains exist before a rule leads to one.
+pub fn text(chains: &Chains) -> String {
+    let names = chains
+        .keys()
+        .map(|(_, name)| format!("add chain bridge {TABLE} {name}\nflush chain bridge {TABLE} {name}\n"));
+    let rules = chains
+        .iter()
+        .map(|((_, name), rules)| format!("table bridge {TABLE} {{\n\tchain {name} {{\n{rules}\t}}\n}}\n"));
+    names.chain(rules).collect()
+}
+
+/// Input for nft that removes chains to which nothing leads but each other.
+pub fn removal(chains: &Chains) -> String {
+    let all = |verb| {
+        let names = chains.keys();
+        names.map(move |(_, name)| format!("{verb} chain bridge {TABLE} {name}\n"))
+    };
+    all("flush").chain(all("delete")).collect()
+}
+
+/// The rules of a guest's chain, with its own `rules`. The other side of a packet is its `other`.
+fn chain(gateway: Option<Ipv4Addr>, other: &str, rules: &str) -> String {
     let mut text = "\t\tjump connected\n".to_owned();
     if let Some(gateway) = gateway {
         // DHCP with the gateway. A guest cannot send the packets of a server.
@@ -74,6 +119,12 @@ fn chain(gateway: Option<Ipv4Addr>, other: &str, rules: &[Rule]) -> String {
         };
         text += &format!("\t\t{dhcp} accept\n");
     }
+    text + rules + "\t\tdrop\n"
+}
+
+/// Rules that accept connections.
+fn rules(other: &str, rules: &[Rule]) -> String {
+    let mut text = String::new();
     for rule in rules {
         let connections = connections(rule);
         if rule.addresses.is_empty() {
@@ -89,7 +140,7 @@ fn chain(gateway: Option<Ipv4Addr>, other: &str, rules: &[Rule]) -> String {
             }
         }
     }
-    text + "\t\tdrop\n"
+    text
 }
 
 /// The protocol and the ports of a rule, with a space at the end.
@@ -123,34 +174,120 @@ fn list(items: impl Iterator<Item = impl Display>) -> String {
 
 #[cfg(test)]
 mod tests {
-    use vmmd_spec::firewall::Firewall;
+    use vmmd_spec::network::NetworkMode;
 
     use super::*;
 
-    #[test]
-    fn a_direction_with_rules_has_a_chain() {
-        let port = Port {
+    fn network(groups: &[(&str, Firewall)]) -> Network {
+        let groups = groups
+            .iter()
+            .map(|(name, group)| ((*name).to_owned(), group.clone()));
+        Network {
+            bridge: "vmb0123456789".into(),
+            mac: "02:01:23:45:67:89".parse().unwrap(),
+            mode: NetworkMode::Nat,
+            net6: None,
+            gateway: Some([10, 80, 0, 1].into()),
+            deny: Vec::new(),
+            groups: groups.collect(),
+        }
+    }
+
+    fn port(firewall: Firewall, groups: &[&str]) -> Port {
+        Port {
             tap: "vm0123456789n0".into(),
             mac: "52:54:00:00:00:01".parse().unwrap(),
             address: Some([10, 80, 0, 2].into()),
             address6: None,
             published: Vec::new(),
-            firewall: Firewall {
-                ingress: Some(vec![Rule {
-                    addresses: ["10.80.0.9", "fd00:80::9", "192.0.2.0/24"]
-                        .map(|text| text.parse().unwrap())
-                        .to_vec(),
-                    protocol: RuleProtocol::Tcp,
-                    ports: vec![80..=80, 8000..=8100],
-                }]),
-                egress: None,
-            },
+            firewall,
+            subnets: Vec::new(),
+            groups: groups.iter().map(|name| (*name).to_owned()).collect(),
+        }
+    }
+
+    fn tcp(port: u16) -> Vec<Rule> {
+        vec![Rule {
+            addresses: Vec::new(),
+            protocol: RuleProtocol::Tcp,
+            ports: vec![port..=port],
+        }]
+    }
+
+    fn ingress(rules: Vec<Rule>) -> Firewall {
+        Firewall {
+            ingress: Some(rules),
+            egress: None,
+        }
+    }
+
+    #[test]
+    fn a_direction_with_rules_has_a_chain() {
+        let rule = Rule {
+            addresses: ["10.80.0.9", "fd00:80::9", "192.0.2.0/24"]
+                .map(|text| text.parse().unwrap())
+                .to_vec(),
+            protocol: RuleProtocol::Tcp,
+            ports: vec![80..=80, 8000..=8100],
         };
-        let chains = chains(Some([10, 80, 0, 1].into()), &port);
+        let chains = chains(&network(&[]), &port(ingress(vec![rule]), &[]));
         let rules = "\t\tjump connected\n\t\tip saddr 10.80.0.1 udp sport 67 accept\n\
                      \t\tip saddr { 10.80.0.9/32, 192.0.2.0/24 } meta l4proto 6 tcp dport { 80, 8000-8100 } accept\n\
                      \t\tip6 saddr { fd00:80::9/128 } meta l4proto 6 tcp dport { 80, 8000-8100 } accept\n\t\tdrop\n";
         let name = ("ingress", "ingress-vm0123456789n0".to_owned());
         assert_eq!(chains, Chains::from([(name, rules.to_owned())]));
+    }
+
+    #[test]
+    fn groups_and_own_rules_are_united() {
+        let out = Firewall {
+            ingress: None,
+            egress: Some(tcp(443)),
+        };
+        let network = network(&[("web", ingress(tcp(80))), ("out", out)]);
+        let of = |own, groups: &[&str]| chains(&network, &port(own, groups));
+        let chain = |chains: &Chains, direction| {
+            let name = (direction, format!("{direction}-vm0123456789n0"));
+            chains.get(&name).cloned()
+        };
+        let united = of(ingress(tcp(22)), &["web"]);
+        assert_eq!(
+            chain(&united, "ingress").unwrap(),
+            "\t\tjump connected\n\t\tip saddr 10.80.0.1 udp sport 67 accept\n\t\tmeta l4proto 6 tcp dport { 22 } accept\n\
+             \t\tjump ingress-vmb0123456789-web\n\t\tdrop\n"
+        );
+        // No rules of the other direction.
+        assert_eq!(chain(&united, "egress"), None);
+        let both = of(Firewall::default(), &["web", "out"]);
+        assert!(
+            chain(&both, "egress")
+                .unwrap()
+                .contains("jump egress-vmb0123456789-out")
+        );
+        // A group of which nothing is known.
+        let unknown = of(Firewall::default(), &["gone"]);
+        assert!(!chain(&unknown, "ingress").unwrap().contains("gone") && unknown.len() == 2);
+
+        let used = ["web".to_owned(), "gone".to_owned()];
+        let name = ("ingress", "ingress-vmb0123456789-web".to_owned());
+        let rules = "\t\tmeta l4proto 6 tcp dport { 80 } accept\n".to_owned();
+        assert_eq!(group_chains(&network, &used), Chains::from([(name, rules)]));
+    }
+
+    #[test]
+    fn chains_are_made_before_the_rules_that_lead_to_them() {
+        let network = network(&[("web", ingress(tcp(80)))]);
+        let mut all = chains(&network, &port(Firewall::default(), &["web"]));
+        all.extend(group_chains(&network, &["web".to_owned()]));
+        let text = text(&all);
+        let place = |part: &str| text.find(part).unwrap();
+        assert!(
+            place("add chain bridge vmmd ingress-vmb0123456789-web")
+                < place("jump ingress-vmb0123456789-web")
+        );
+        let removal = removal(&all);
+        let place = |part: &str| removal.rfind(part).unwrap();
+        assert!(place("flush chain") < removal.find("delete chain").unwrap());
+        assert!(place("delete chain") > 0);
     }
 }

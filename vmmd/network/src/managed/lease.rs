@@ -7,9 +7,10 @@ use uuid::Uuid;
 use vmmd_host::{failure::Failure, text};
 use vmmd_objects::registry::Kind as _;
 use vmmd_spec::{
-    firewall::Firewall,
+    firewall::Addresses,
+    name::Name,
     network::{NetworkMode, NetworkSpec, reservation::Reservation},
-    nic::{PublishedPort, port_range},
+    nic::{Access, port_range},
 };
 use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
@@ -17,7 +18,7 @@ use super::{
     NetworkKind, Networks, Request, bridge,
     describe::{failed, refused},
     filter::Filter,
-    listening, nft, pool, spec_of,
+    listening, nft, pool, routes, spec_of,
 };
 use crate::Ports;
 
@@ -66,11 +67,13 @@ impl Networks {
         let keeps = |lease: &LeaseRecord| keeps(request, lease);
         let mut reservations = spec.reservations.iter();
         let own = reservations.find(|reservation| reservation.mac == Some(request.mac));
-        let wanted = request.address.or(own.map(|reservation| reservation.address));
+        let wanted = request
+            .address
+            .or(own.and_then(|reservation| reservation.address));
         not_reserved_for_another(&spec, record, request, wanted)?;
         let address = pool::allocate(&spec, &record.leases, owner, (wanted, keeps), text::now_ms())
             .map_err(|refusal| refused(network, &spec, request, &refusal))?;
-        if spec.mode != NetworkMode::Nat && !request.ports.is_empty() {
+        if spec.mode != NetworkMode::Nat && !request.access.ports.is_empty() {
             let message = format!(
                 "NIC \"{}\": the network \"{network}\" has not the mode NAT, so ports can't be published",
                 request.nic
@@ -81,7 +84,10 @@ impl Networks {
         only_allowed_ports(host.publishable, request)?;
         self.no_port_clash(request)?;
         self.no_port_of_the_node(record, request)?;
-        if !request.firewall.is_open() && !nft::tracks_bridges().await {
+        self.no_subnet_clash(host, (record, &spec), request).await?;
+        only_known_groups(&spec, record, request)?;
+        let is_open = request.access.firewall.is_open() && request.access.groups.is_empty();
+        if !is_open && !nft::tracks_bridges().await {
             let message = format!(
                 "NIC \"{}\": the node's kernel can't tell connections apart on a bridge, which a firewall needs: load its module \
                  nf_conntrack_bridge",
@@ -109,19 +115,22 @@ impl Networks {
             nic: request.nic.to_owned(),
             mac: request.mac.octets().to_vec(),
             tap: request.tap.clone(),
-            ports: request.ports.iter().map(PortRecord::from).collect(),
+            ports: request.access.ports.iter().map(PortRecord::from).collect(),
             released_ms: 0,
-            firewall: (!request.firewall.is_open()).then(|| request.firewall.into()),
+            firewall: (!request.access.firewall.is_open()).then(|| (&request.access.firewall).into()),
             declined_ms: 0,
+            subnets: request.access.subnets.iter().map(ToString::to_string).collect(),
+            groups: request.access.groups.iter().map(ToString::to_string).collect(),
+            retention_ms: None,
         };
         let taken = |other: &LeaseRecord| {
             other.is_of(vm, request.nic) || address.is_some() && other.address == lease.address
         };
         record.leases.retain(|other| !taken(other) && other.counts(now));
-        for other in self.vacated(&record.uid, &lease, now) {
+        for other in self.vacated(&record.uid, &lease, (now, host.retention_ms)) {
             self.write(host, &other).await?;
         }
-        vacate(&mut record, &lease, now);
+        vacate(&mut record, &lease, (now, host.retention_ms));
         record.leases.push(lease);
         record.leases.sort_by_key(|lease| lease.address);
         let is_changed = self.registry.lock().get(&record.name) != Some(&record);
@@ -135,14 +144,13 @@ impl Networks {
         }
     }
 
-    /// Gives a NIC that has an address other published ports and rules.
+    /// Gives a NIC that has an address other connections.
     pub async fn admit(
         &self,
         host: Ports<'_>,
         network: &str,
         (vm, nic): ((Uuid, &str), &str),
-        ports: &[PublishedPort],
-        firewall: &Firewall,
+        access: &Access,
     ) -> Result<(), Failure> {
         let mut turn = self.turn.lock().await;
         let record = self.find(network)?;
@@ -158,8 +166,7 @@ impl Networks {
             tap: lease.tap.clone(),
             mac,
             address: lease.ip(),
-            ports,
-            firewall,
+            access,
             plugged: true,
         };
         self.free(host, &mut turn, network, &request).await;
@@ -167,31 +174,33 @@ impl Networks {
         self.give(host, &mut turn, record, &request).await.map(drop)
     }
 
-    /// Takes the MAC address and the ports that are wanted from NICs that have just gone, if they still have them.
+    /// Takes the MAC address, the ports and the subnets that are wanted from NICs that have just gone, if they still have them.
     async fn free(&self, host: Ports<'_>, turn: &mut Filter, network: &str, request: &Request<'_>) {
         let has = |record: &NetworkRecord| others_with_mac(record, request).next().is_some();
         let has_mac = self.registry.lock().get(network).is_some_and(has);
-        if has_mac || self.no_port_clash(request).is_err() {
+        if has_mac || self.no_port_clash(request).is_err() || self.no_subnet_of_others(request).is_err() {
             self.drop_gone(host, turn).await;
         }
     }
 
     /// The records of networks other than the one with the UUID `uid` that change as a NIC gets `lease`.
-    fn vacated(&self, uid: &[u8], lease: &LeaseRecord, now: u64) -> Vec<NetworkRecord> {
+    fn vacated(&self, uid: &[u8], lease: &LeaseRecord, times: (u64, u64)) -> Vec<NetworkRecord> {
         let networks = self.registry.lock();
-        let loses = |other: &LeaseRecord| loses_tap(other, lease) || loses_ports(other, lease);
+        let loses = |other: &LeaseRecord| {
+            loses_tap(other, lease) || loses_ports(other, lease) || loses_subnets(other, lease)
+        };
         let changed = networks
             .records()
             .filter(|record| record.uid != uid && record.leases.iter().any(loses));
         let mut changed: Vec<_> = changed.cloned().collect();
-        changed.iter_mut().for_each(|record| vacate(record, lease, now));
+        changed.iter_mut().for_each(|record| vacate(record, lease, times));
         changed
     }
 
     fn no_port_clash(&self, request: &Request<'_>) -> Result<(), Failure> {
         let networks = self.registry.lock();
         let vm = request.vm.0.as_bytes();
-        let wanted: Vec<_> = request.ports.iter().map(PortRecord::from).collect();
+        let wanted: Vec<_> = request.access.ports.iter().map(PortRecord::from).collect();
         for (number, port) in wanted.iter().enumerate() {
             if wanted.iter().take(number).any(|other| other.overlaps(port)) {
                 let message = format!(
@@ -228,7 +237,7 @@ impl Networks {
         let own = |lease: &&LeaseRecord| lease.is_of(vm, request.nic) && lease.released_ms == 0;
         let own = record.leases.iter().find(own);
         let had = own.map(|lease| lease.ports.as_slice()).unwrap_or_default();
-        if request.ports.is_empty() {
+        if request.access.ports.is_empty() {
             return Ok(());
         }
         let gateways: Vec<_> = {
@@ -236,7 +245,7 @@ impl Networks {
             let specs = networks.records().filter_map(spec_of);
             specs.filter_map(|spec| Some(spec.subnet?.gateway)).collect()
         };
-        for port in request.ports {
+        for port in &request.access.ports {
             let wanted = PortRecord::from(port);
             if had.contains(&wanted) {
                 continue;
@@ -268,7 +277,9 @@ fn not_reserved_for_another(
     address: Option<Ipv4Addr>,
 ) -> Result<(), Failure> {
     let is_other = |reservation: &&Reservation| {
-        Some(reservation.address) == address && reservation.mac.is_some_and(|mac| mac != request.mac)
+        address.is_some()
+            && reservation.address == address
+            && reservation.mac.is_some_and(|mac| mac != request.mac)
     };
     let (vm, nic) = (request.vm.0.as_bytes(), request.nic);
     let has = |lease: &LeaseRecord| lease.is_of(vm, nic) && lease.ip() == address;
@@ -277,12 +288,32 @@ fn not_reserved_for_another(
             let message = format!(
                 "NIC \"{nic}\": the address {} of the network \"{}\" is reserved for another MAC address (\"{}\"): choose another \
                  address, or give the NIC that MAC address",
-                reservation.address, record.name, reservation.name
+                address.map_or_else(String::new, |address| address.to_string()),
+                record.name,
+                reservation.name
             );
             Err(Failure::precondition("ADDRESS_RESERVED", message))
         }
         _ => Ok(()),
     }
+}
+
+/// Refuses security groups that the network does not have.
+fn only_known_groups(
+    spec: &NetworkSpec,
+    record: &NetworkRecord,
+    request: &Request<'_>,
+) -> Result<(), Failure> {
+    let has = |name: &Name| spec.security_groups.iter().any(|group| group.name == *name);
+    let Some(name) = request.access.groups.iter().find(|name| !has(name)) else {
+        return Ok(());
+    };
+    let (nic, network) = (request.nic, &record.name);
+    let message = format!(
+        "NIC \"{nic}\": the network \"{network}\" has no security group \"{name}\": add it with `vmmctl update network {network} \
+         --security-group {name},in=RULE`, or leave it out"
+    );
+    Err(Failure::precondition("SECURITY_GROUP_NOT_FOUND", message))
 }
 
 /// Refuses ports that the node's configuration does not allow. `allowed` are ports and ranges; all when it is empty.
@@ -291,7 +322,12 @@ fn only_allowed_ports(allowed: &[String], request: &Request<'_>) -> Result<(), F
         let mut ranges = allowed.iter().filter_map(|text| port_range(text));
         allowed.is_empty() || ranges.any(|range| range.contains(&port))
     };
-    let Some(port) = request.ports.iter().find(|port| !is_allowed(port.node_port)) else {
+    let Some(port) = request
+        .access
+        .ports
+        .iter()
+        .find(|port| !is_allowed(port.node_port))
+    else {
         return Ok(());
     };
     let message = format!(
@@ -337,17 +373,25 @@ fn in_words(port: &PortRecord) -> String {
     )
 }
 
-/// Takes the tap and the ports of the lease `new` from other NICs. A NIC that was behind its tap releases its address: it would be held to that address as
-/// well, until the daemon notices that it is gone. Other NICs of the VM give up the ports.
-fn vacate(record: &mut NetworkRecord, new: &LeaseRecord, now: u64) {
+/// Takes the tap, the ports and the subnets of the lease `new` from other NICs. A NIC that was behind its tap releases its address: it would be held to that address as
+/// well, until the daemon notices that it is gone. Other NICs of the VM give up the ports and the subnets.
+fn vacate(record: &mut NetworkRecord, new: &LeaseRecord, (now_ms, retention_ms): (u64, u64)) {
     for lease in &mut record.leases {
         if loses_ports(lease, new) {
             lease
                 .ports
                 .retain(|port| !new.ports.iter().any(|wanted| wanted.overlaps(port)));
         }
+        if loses_subnets(lease, new) {
+            let new: Vec<_> = routes::subnets(new).collect();
+            let is_lost = |text: &String| {
+                let subnet = text.parse::<Addresses>();
+                subnet.is_ok_and(|subnet| new.iter().any(|new| new.overlaps(subnet)))
+            };
+            lease.subnets.retain(|text| !is_lost(text));
+        }
         if loses_tap(lease, new) {
-            lease.released_ms = now;
+            lease.release(now_ms, retention_ms);
         }
     }
 }
@@ -362,6 +406,12 @@ fn loses_ports(lease: &LeaseRecord, new: &LeaseRecord) -> bool {
         && lease.vm == new.vm
         && lease.nic != new.nic
         && ports.any(|port| new.ports.iter().any(|wanted| wanted.overlaps(port)))
+}
+
+fn loses_subnets(lease: &LeaseRecord, new: &LeaseRecord) -> bool {
+    lease.vm == new.vm
+        && lease.nic != new.nic
+        && routes::subnets(lease).any(|subnet| routes::subnets(new).any(|new| new.overlaps(subnet)))
 }
 
 #[cfg(test)]
@@ -379,9 +429,10 @@ mod tests {
             leases: vec![lease("a", 0), lease("b", 0), lease("a", 5)],
             ..NetworkRecord::default()
         };
-        vacate(&mut record, &lease("a", 0), 9);
+        vacate(&mut record, &lease("a", 0), (9, 5000));
         let released: Vec<_> = record.leases.iter().map(|lease| lease.released_ms).collect();
         assert_eq!(released, [9, 0, 5]);
+        assert_eq!(record.leases[0].retention_ms, Some(5000));
     }
 
     #[test]
@@ -407,7 +458,7 @@ mod tests {
             ],
             ..NetworkRecord::default()
         };
-        vacate(&mut record, &lease(1, "b", &[80]), 9);
+        vacate(&mut record, &lease(1, "b", &[80]), (9, 5000));
         let left: Vec<Vec<_>> = record
             .leases
             .iter()

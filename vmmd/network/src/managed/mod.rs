@@ -26,6 +26,7 @@ pub(crate) mod node;
 mod overlap;
 mod plan;
 mod pool;
+pub(crate) mod routes;
 pub(crate) mod rules;
 mod update;
 
@@ -42,10 +43,11 @@ use uuid::Uuid;
 use vmmd_api::v1;
 use vmmd_spec::{
     Violations,
-    firewall::Firewall,
     name::Name,
-    network::{LEAST_MTU_OF_IPV6, MTUS, NetworkMode, NetworkSpec, NewNetwork, Subnet},
-    nic::{Mac, NicAddress, PublishedPort},
+    network::{
+        LEAST_MTU_OF_IPV6, MTUS, NetworkMode, NetworkSpec, NewNetwork, Subnet, reservation::Reservation,
+    },
+    nic::{Access, Mac, NicAddress},
 };
 
 pub use self::{
@@ -148,10 +150,8 @@ pub struct Request<'a> {
     pub mac: Mac,
     /// The address that it is to have.
     pub address: Option<Ipv4Addr>,
-    /// Ports of the node that lead to it.
-    pub ports: &'a [PublishedPort],
-    /// Which connections its guest may have.
-    pub firewall: &'a Firewall,
+    /// Connections of its guest.
+    pub access: &'a Access,
     /// The machine of its VM runs: its other NICs keep their addresses.
     pub plugged: bool,
 }
@@ -250,12 +250,19 @@ impl Networks {
         Ok(describe(&seen))
     }
 
-    /// The IPv4 address that the spec of a NIC gives. Refused as `RESERVATION_NOT_FOUND` when the network has no reservation of the
-    /// given name.
+    /// MAC address of a reservation.
+    pub fn reserved_mac(&self, network: &str, name: &Name) -> Option<Mac> {
+        let spec = spec_of(self.registry.lock().get(network)?)?;
+        let mut reservations = spec.reservations.iter();
+        reservations.find(|reservation| reservation.name == *name)?.mac
+    }
+
+    /// The IPv4 address that the spec of a NIC with this MAC address gives. Refused as `RESERVATION_NOT_FOUND` when the network has no
+    /// reservation of the given name, and as `ADDRESS_RESERVED` when the reservation is that of another MAC address.
     pub fn wanted(
         &self,
         network: &str,
-        nic: &Name,
+        (nic, mac): (&Name, Mac),
         address: Option<&NicAddress>,
     ) -> Result<Option<Ipv4Addr>, Failure> {
         let name = match address {
@@ -266,7 +273,18 @@ impl Networks {
         let spec = spec_of(&self.find(network)?);
         let mut reservations = spec.iter().flat_map(|spec| &spec.reservations);
         match reservations.find(|reservation| reservation.name == *name) {
-            Some(reservation) => Ok(Some(reservation.address)),
+            Some(Reservation {
+                address: None,
+                mac: Some(reserved),
+                ..
+            }) if *reserved != mac => {
+                let message = format!(
+                    "NIC \"{nic}\": the reservation \"{name}\" of the network \"{network}\" is for the MAC address {reserved}: give the NIC \
+                     that MAC address"
+                );
+                Err(Failure::precondition("ADDRESS_RESERVED", message))
+            }
+            Some(reservation) => Ok(reservation.address),
             None => {
                 let message = format!(
                     "NIC \"{nic}\": the network \"{network}\" has no reservation \"{name}\": add it with `vmmctl update network \

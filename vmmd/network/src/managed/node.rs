@@ -32,6 +32,7 @@ use super::{
     helper::{self, Served},
     neighbors::{self, Obstacle},
     plan::{self, Found, Step, Wanted},
+    routes,
     rules::{self, Port},
     spec_of,
 };
@@ -126,7 +127,7 @@ impl Networks {
             let mut leases = std::mem::take(&mut record.leases);
             leases.retain(|lease| lease.counts(now));
             for lease in leases.iter_mut().filter(|lease| is_gone(record, lease)) {
-                lease.released_ms = now;
+                lease.release(now, host.retention_ms);
             }
             record.leases = leases;
         }
@@ -159,6 +160,18 @@ impl Networks {
         }
         if let Err(error) = self.filter(filter).await {
             problems.extend(all.iter().map(|record| (record.uid.clone(), failed(&error))));
+        }
+        let compares = |uid: &Vec<u8>| only.is_none() || made.contains(uid);
+        for (uid, result) in self.set_routes(host, &mut filter.routes, compares).await {
+            match result {
+                Ok(true) => repairs.networks.extend(
+                    all.iter()
+                        .find(|record| record.uid == uid)
+                        .map(|record| (record.clone(), "routes to subnets behind guests were missing")),
+                ),
+                Ok(false) => {}
+                Err(error) => drop(problems.insert(uid, failed(&error))),
+            }
         }
         let mut unguarded = guard_all(host, filter, &all, |uid| only.is_none() || made.contains(uid)).await;
         for record in all.iter().filter(|record| only.is_none() && !record.leaving) {
@@ -583,6 +596,7 @@ fn bridge_mac(record: &NetworkRecord) -> [u8; 6] {
 /// The network as the packet filter sees it; `None` while it is being deleted.
 pub(super) fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
     let spec = spec_of(record).filter(|_| !record.leaving)?;
+    let groups = spec.security_groups.into_iter();
     Some(rules::Network {
         bridge: bridge(record),
         mac: Mac::try_from(bridge_mac(record)).ok()?,
@@ -590,6 +604,9 @@ pub(super) fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
         net6: spec.net6,
         gateway: spec.subnet.map(|subnet| subnet.gateway),
         deny: spec.deny,
+        groups: groups
+            .map(|group| (group.name.to_string(), group.firewall))
+            .collect(),
     })
 }
 
@@ -603,6 +620,8 @@ pub(super) fn port(network: &rules::Network, lease: &LeaseRecord) -> Option<Port
         address6: network.net6.map(|net| net.of(mac)),
         published: lease.ports.iter().filter_map(PortRecord::valid).collect(),
         firewall: firewall(lease),
+        subnets: routes::subnets(lease).collect(),
+        groups: lease.groups.clone(),
     })
 }
 

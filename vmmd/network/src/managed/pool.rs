@@ -1,7 +1,7 @@
 //! Which addresses of a network are whose: a pure function of its leases.
 //!
 //! A NIC keeps its address until it is taken from its VM, or the VM is deleted; the address is *released* then. For
-//! [`LEASE_RETENTION_MS`](vmmd_store::LEASE_RETENTION_MS) it is kept for the same NIC, as a guest may still use it and others may still know it.
+//! the time in its lease it is kept for the same NIC, as a guest may still use it and others may still know it.
 
 use std::{collections::BTreeSet, net::Ipv4Addr};
 
@@ -38,7 +38,7 @@ pub fn allocate(
         let reserved: BTreeSet<_> = spec
             .reservations
             .iter()
-            .map(|reserved| reserved.address)
+            .filter_map(|reserved| reserved.address)
             .collect();
         let free = |address: &Ipv4Addr| {
             *address != gateway && !taken.contains(address) && !reserved.contains(address)
@@ -62,7 +62,10 @@ pub fn available(spec: &NetworkSpec, leases: &[LeaseRecord], now_ms: u64) -> u32
     let prefix = spec.subnet.map_or(32, |subnet| subnet.net.prefix());
     let all = 1_u32.checked_shl(32 - u32::from(prefix)).unwrap_or(0);
     let taken = leases.iter().filter(|lease| lease.counts(now_ms));
-    let reserved = spec.reservations.iter().map(|reservation| reservation.address);
+    let reserved = spec
+        .reservations
+        .iter()
+        .filter_map(|reservation| reservation.address);
     let taken: BTreeSet<_> = taken.filter_map(LeaseRecord::ip).chain(reserved).collect();
     let taken = taken.len();
     all.saturating_sub(3)
@@ -95,6 +98,7 @@ mod tests {
             domain: None,
             dns_records: std::collections::BTreeMap::new(),
             reservations: Vec::new(),
+            security_groups: Vec::new(),
         }
     }
 
@@ -131,6 +135,21 @@ mod tests {
         assert_eq!(at(1, 2000), Ok(Some(address(2))));
         assert_eq!(at(2, 1000 + LEASE_RETENTION_MS), Ok(Some(address(2))));
         assert_eq!(available(&spec, &leases, 2000), 0);
+    }
+
+    #[test]
+    fn released_address_waits_as_long_as_its_lease_says() {
+        let spec = spec("10.80.0.0/30");
+        for retention_ms in [0, 1, 5000, LEASE_RETENTION_MS * 2] {
+            let mut released = lease(1, 2, 0);
+            released.release(1000, retention_ms);
+            let leases = [released];
+            let at = |now| allocate(&spec, &leases, (&[2], "eth0"), (None, |_| true), now);
+            if let Some(last) = (1000 + retention_ms).checked_sub(1).filter(|last| *last >= 1000) {
+                assert_eq!(at(last), Err(Refusal::Exhausted), "{retention_ms}");
+            }
+            assert_eq!(at(1000 + retention_ms), Ok(Some(address(2))), "{retention_ms}");
+        }
     }
 
     #[test]

@@ -14,9 +14,12 @@
 //! - *ports* (of the bridge): the frames that a guest may send: its own MAC, IPv4 and IPv6
 //!   addresses, ARP and neighbor discovery for these, and no messages of a router or a DHCP server.
 //!   A port that is no NIC's cannot send to the node.
+//!
+//! Sets of ranges are copied by the kernel in each transaction that changes them. Only networks and NICs with denied ranges, or with
+//! subnets behind their guests, change such sets.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fmt::{self, Write as _},
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
@@ -51,6 +54,8 @@ pub struct Network {
     pub gateway: Option<Ipv4Addr>,
     /// Addresses to which guests open no connections.
     pub deny: Vec<Addresses>,
+    /// Its security groups by name.
+    pub groups: BTreeMap<String, Firewall>,
 }
 
 /// A NIC in a network.
@@ -66,6 +71,10 @@ pub struct Port {
     pub published: Vec<PublishedPort>,
     /// Which connections its guest may have.
     pub firewall: Firewall,
+    /// Subnets behind its guest.
+    pub subnets: Vec<Addresses>,
+    /// Names of its security groups.
+    pub groups: Vec<String>,
 }
 
 /// Family of a table.
@@ -143,6 +152,9 @@ impl Network {
         if self.mode != NetworkMode::Routed {
             all.push(plain(Inet, "closed", vec![bridge()]));
         }
+        if self.mode == NetworkMode::Nat {
+            all.push(plain(Inet, "translated", vec![bridge()]));
+        }
         if let Some(net6) = self.net6 {
             let gateway = || Field::Ip(net6.gateway().into());
             all.push(plain(Inet, "gateways6", vec![gateway()]));
@@ -182,7 +194,16 @@ impl Network {
                 translate(address, &port.published, &mut all);
             }
         }
-        for (map, chain) in firewall::chains(self.gateway, port).into_keys() {
+        for subnet in &port.subnets {
+            let [routed, behind] = match subnet.first {
+                IpAddr::V4(_) => ["routed4", "behind4"],
+                IpAddr::V6(_) => ["routed6", "behind6"],
+            };
+            let bridge = Field::Interface(self.bridge.clone());
+            all.push(plain(Bridge, routed, vec![tap(), mac(), Field::Range(*subnet)]));
+            all.push(plain(Family::Inet, behind, vec![Field::Range(*subnet), bridge]));
+        }
+        for (map, chain) in firewall::chains(self, port).into_keys() {
             all.push(with(Bridge, map, vec![tap()], Data::Goto(chain)));
         }
         all

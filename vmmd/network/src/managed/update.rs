@@ -1,5 +1,7 @@
 //! Changes fields of a network that a client may change.
 
+use std::sync::Arc;
+
 use vmmd_api::v1::{self, nic_spec::Attachment};
 use vmmd_host::failure::Failure;
 use vmmd_objects::{
@@ -9,14 +11,14 @@ use vmmd_objects::{
 };
 use vmmd_spec::{
     Violations,
-    network::{NetworkMode, NetworkSpec},
+    network::{NetworkMode, NetworkSpec, reservation::Reservation},
 };
 use vmmd_store::{LeaseRecord, NetworkRecord};
 
-use super::{NetworkKind, Networks, Ports, describe::tell};
+use super::{NetworkKind, Networks, Ports, describe::tell, routes};
 
 /// Paths in an update mask, besides the metadata.
-const FIELDS: [&str; 10] = [
+const FIELDS: [&str; 11] = [
     MODE,
     DNS,
     NTP,
@@ -27,6 +29,7 @@ const FIELDS: [&str; 10] = [
     DOMAIN,
     RECORDS,
     RESERVATIONS,
+    GROUPS,
 ];
 const MODE: &str = "spec.mode";
 const DNS: &str = "spec.dns_servers";
@@ -38,6 +41,7 @@ const DHCP6: &str = "spec.dhcp6_options";
 const DOMAIN: &str = "spec.domain";
 const RECORDS: &str = "spec.dns_records";
 const RESERVATIONS: &str = "spec.reservations";
+const GROUPS: &str = "spec.security_groups";
 
 impl Networks {
     /// Changes a network; returns when the node is so.
@@ -90,6 +94,9 @@ impl Networks {
         if masked.has(RESERVATIONS) {
             new.reservations.clone_from(&spec.reservations);
         }
+        if masked.has(GROUPS) {
+            new.security_groups.clone_from(&spec.security_groups);
+        }
         let valid = valid(&record)?;
         if valid.mode != NetworkMode::Nat
             && let Some(lease) = record.leases.iter().find(|lease| publishes(lease))
@@ -101,7 +108,19 @@ impl Networks {
             );
             return Err(Failure::precondition("PORTS_PUBLISHED", message));
         }
+        let mut leases = record.leases.iter();
+        if valid.mode == NetworkMode::Isolated
+            && let Some(lease) = leases.find(|lease| routes::subnets(lease).next().is_some())
+        {
+            let message = format!(
+                "network \"{name}\" routes subnets to NIC \"{}\" of VM \"{}\", which an isolated network does not do: take them from \
+                 the NIC first",
+                lease.nic, lease.vm_name
+            );
+            return Err(Failure::precondition("SUBNETS_ROUTED", message));
+        }
         no_named_reservation_lost(host, &before, &valid)?;
+        no_used_group_lost(host, &before, &valid)?;
         if record == before {
             return self.get(name);
         }
@@ -129,7 +148,14 @@ fn no_named_reservation_lost(
     let old = before.spec.iter().flat_map(|spec| &spec.reservations);
     let is_kept = |old: &v1::AddressReservation| {
         let mut new = new.reservations.iter();
-        new.any(|new| new.name.as_str() == old.name && new.address.to_string() == old.address)
+        new.any(|new: &Reservation| {
+            let is_same = match new.address {
+                Some(address) => address.to_string() == old.address,
+                // The IPv6 address follows from the MAC address.
+                None => old.address.is_empty() && old.mac.parse().ok() == new.mac,
+            };
+            new.name.as_str() == old.name && is_same
+        })
     };
     let lost: Vec<_> = old
         .filter(|old| !is_kept(old))
@@ -157,6 +183,48 @@ fn no_named_reservation_lost(
     Ok(())
 }
 
+/// Refuses a change that removes a security group which a NIC names.
+fn no_used_group_lost(host: Ports<'_>, before: &NetworkRecord, new: &NetworkSpec) -> Result<(), Failure> {
+    let old = before.spec.iter().flat_map(|spec| &spec.security_groups);
+    let is_lost = |name: &&str| {
+        new.security_groups
+            .iter()
+            .all(|group| group.name.as_str() != *name)
+    };
+    let mut lost = old.map(|old| old.name.as_str()).filter(is_lost).peekable();
+    if lost.peek().is_none() {
+        return Ok(());
+    }
+    let vms = host.vms.vms();
+    for group in lost {
+        let users = users_of_group(&vms, &before.name, group).join(", ");
+        if !users.is_empty() {
+            let message = format!(
+                "the security group \"{group}\" of the network \"{}\" is in use by {users}: take it from the NICs first",
+                before.name
+            );
+            return Err(Failure::precondition("SECURITY_GROUP_IN_USE", message));
+        }
+    }
+    Ok(())
+}
+
+/// "VM \"web\"": VMs with a NIC that names a security group of a network.
+fn users_of_group(vms: &[Arc<v1::Vm>], network: &str, group: &str) -> Vec<String> {
+    let names = |nic: &v1::NicSpec| {
+        matches!(&nic.attachment, Some(Attachment::Network(name)) if name == network)
+            && nic.security_groups.iter().any(|name| name == group)
+    };
+    let users = vms
+        .iter()
+        .filter(|vm| vm.spec.iter().any(|spec| spec.nics.iter().any(names)));
+    let words = users.map(|vm| {
+        let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
+        format!("VM \"{name}\"")
+    });
+    words.collect()
+}
+
 fn publishes(lease: &LeaseRecord) -> bool {
     lease.released_ms == 0 && !lease.ports.is_empty()
 }
@@ -179,5 +247,40 @@ fn valid(record: &NetworkRecord) -> Result<NetworkSpec, Failure> {
         Some(spec) => Ok(found.or(spec)?),
         None if found.0.is_empty() => Err(NetworkKind::not_found(&record.name)),
         None => Err(found.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn users_of_a_group_name_it_in_its_network() {
+        let vm = |name: &str, network: &str, groups: &[&str]| {
+            let nic = v1::NicSpec {
+                attachment: Some(Attachment::Network(network.into())),
+                security_groups: groups.iter().map(|group| (*group).to_owned()).collect(),
+                ..v1::NicSpec::default()
+            };
+            Arc::new(v1::Vm {
+                metadata: Some(v1::ObjectMetadata {
+                    name: name.into(),
+                    ..v1::ObjectMetadata::default()
+                }),
+                spec: Some(v1::VmSpec {
+                    nics: vec![nic],
+                    ..v1::VmSpec::default()
+                }),
+                status: None,
+            })
+        };
+        let vms = [
+            vm("a", "lan", &["db", "web"]),
+            vm("b", "dmz", &["web"]),
+            vm("c", "lan", &["web"]),
+            vm("d", "lan", &[]),
+        ];
+        assert_eq!(users_of_group(&vms, "lan", "web"), ["VM \"a\"", "VM \"c\""]);
+        assert!(users_of_group(&vms, "lan", "none").is_empty());
     }
 }

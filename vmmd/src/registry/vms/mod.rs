@@ -137,6 +137,12 @@ impl vmmd_network::Users for Vms {
     fn vms(&self) -> Vec<Arc<v1::Vm>> {
         self.list()
     }
+
+    fn vm(&self, uid: Uuid) -> Option<Arc<v1::Vm>> {
+        let vms = self.registry.lock();
+        let record = vms.get(vms.name_of(uid.as_bytes())?)?;
+        Some(Arc::clone(&record.vm))
+    }
 }
 
 impl Vms {

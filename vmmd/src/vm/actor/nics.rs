@@ -45,14 +45,13 @@ pub async fn admit(host: &Arc<Host>, uid: Uuid, record: &VmRecord, name: &str) -
     match nic.map(|nic| &nic.attachment) {
         Some(Attachment::Network {
             name: network,
-            ports,
-            firewall,
+            access,
             ..
         }) => {
             let nic = ((uid, record.name.as_str()), name);
             let networks = &host.networks;
             networks
-                .admit(host.for_networks(), network.as_str(), nic, ports, firewall)
+                .admit(host.for_networks(), network.as_str(), nic, access)
                 .await
         }
         _ => Err(not_found(name)),

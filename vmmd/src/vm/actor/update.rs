@@ -294,7 +294,7 @@ impl Actor {
             &desired.manifest.spec,
             &old,
             of_run.as_ref().unwrap_or(&none),
-            || create::random_mac(&self.host),
+            |nic| create::chosen_mac(&self.host, nic),
         );
         let before = record.spec.clone().unwrap_or_default();
         let same = change::compare(

@@ -20,7 +20,7 @@ use vmmd_objects::{
 use vmmd_spec::{
     Violations, cloud_init, metadata,
     nic::Mac,
-    vm::{Manifest, VmSpec},
+    vm::{Manifest, Nic, VmSpec},
 };
 use vmmd_store::store_failure;
 use vmmd_store::{HandoverRecord, Hardware, Intent, VmRecord};
@@ -174,7 +174,7 @@ async fn make(
             (false, Some(incoming.hardware))
         }
     };
-    let hardware = given.unwrap_or_else(|| machine::allocate(&manifest.spec, || random_mac(host)));
+    let hardware = given.unwrap_or_else(|| machine::allocate(&manifest.spec, |nic| chosen_mac(host, nic)));
     let (made_run, made_revision) = host.vms.now();
     let record = VmRecord {
         uid: uid.as_bytes().to_vec(),
@@ -322,8 +322,12 @@ async fn admit(
     Ok(held)
 }
 
-/// A locally administered address that no VM of the node has.
-pub fn random_mac(host: &Host) -> Mac {
+/// The MAC address of a NIC whose spec has none: that of the reservation that the NIC names, or a locally administered address that no VM
+/// of the node has.
+pub fn chosen_mac(host: &Host, nic: &Nic) -> Mac {
+    if let Some(mac) = vmmd_network::reserved_mac(&host.networks, nic) {
+        return mac;
+    }
     let vms = host.vms.list();
     let taken = |mac: &str| {
         let mut nics = vms

@@ -80,13 +80,13 @@ pub struct Parts {
     pub free_huge_pages: Option<u64>,
 }
 
-/// Gives a new VM its PCI addresses and MACs. `random` makes a MAC that no other VM of the node has.
-pub fn allocate(spec: &VmSpec, random: impl FnMut() -> Mac) -> Hardware {
+/// Gives a new VM its PCI addresses and MACs. `chosen` makes a MAC for a NIC whose spec has none.
+pub fn allocate(spec: &VmSpec, chosen: impl FnMut(&Nic) -> Mac) -> Hardware {
     let none = Hardware {
         rng_slot: RNG_SLOT,
         ..Hardware::default()
     };
-    reallocate(spec, &none, &none, random)
+    reallocate(spec, &none, &none, chosen)
 }
 
 /// Returns the addresses of a VM with a new spec. An existing device keeps its address (but a NIC
@@ -97,7 +97,7 @@ pub fn reallocate(
     spec: &VmSpec,
     old: &Hardware,
     running: &Hardware,
-    mut random: impl FnMut() -> Mac,
+    mut chosen: impl FnMut(&Nic) -> Mac,
 ) -> Hardware {
     let mut new = Hardware {
         disk_slots: BTreeMap::new(),
@@ -151,7 +151,7 @@ pub fn reallocate(
         }
         let slot = free_nic_slot(&[&new, running]).or_else(|| free_nic_slot(&[&new]));
         if let Some(slot) = slot {
-            let mac = nic.mac.unwrap_or_else(&mut random).octets().to_vec();
+            let mac = nic.mac.unwrap_or_else(|| chosen(nic)).octets().to_vec();
             let nic = NicHardware {
                 slot,
                 mac,
@@ -512,7 +512,7 @@ mod tests {
         let mut spec = full();
         let disk = spec.disks.remove(3);
         spec.disks.pop();
-        let mut hardware = allocate(&spec, || Mac::local([2; 6]));
+        let mut hardware = allocate(&spec, |_| Mac::local([2; 6]));
         assert_eq!(free_slot(Bus::Virtio, &[&hardware]), Some(24));
         hardware.disk_slots.remove("disk5");
         let slot = free_slot(Bus::Virtio, &[&hardware]).unwrap();
@@ -534,7 +534,7 @@ mod tests {
         for (disks, nics) in [(64, 0), (0, 64), (16, 48), (56, 8), (32, 32), (60, 4)] {
             let spec = of(disks, nics);
             let mut last = 0;
-            let hardware = allocate(&spec, || {
+            let hardware = allocate(&spec, |_| {
                 last += 1;
                 Mac::local([2, 0, 0, 0, last, 0])
             });
@@ -591,7 +591,7 @@ mod tests {
         let mut spec = of(0, 48);
         spec.shares = (0..16).map(share).collect();
         let mut last = 0;
-        let mut mac = || {
+        let mut mac = |_: &Nic| {
             last += 1;
             Mac::local([2, 0, 0, 0, last, 0])
         };
@@ -617,7 +617,7 @@ mod tests {
 
     #[test]
     fn disks_and_nics_beyond_bus_0_fill_the_others_from_both_ends() {
-        let hardware = allocate(&of(18, 10), || Mac::local([2; 6]));
+        let hardware = allocate(&of(18, 10), |_| Mac::local([2; 6]));
         let disks: Vec<u32> = (0..18)
             .map(|disk| hardware.disk_slots[&format!("disk{disk}")])
             .collect();
@@ -631,9 +631,9 @@ mod tests {
     #[test]
     fn addresses_depend_on_the_kind_so_that_a_new_disk_moves_no_nic() {
         let mut spec = full();
-        let before = allocate(&spec, || Mac::local([2; 6]));
+        let before = allocate(&spec, |_| Mac::local([2; 6]));
         spec.disks.truncate(1);
-        let after = allocate(&spec, || Mac::local([2; 6]));
+        let after = allocate(&spec, |_| Mac::local([2; 6]));
         assert_eq!(before.nics, after.nics);
         assert_eq!(before.disk_slots["disk0"], after.disk_slots["disk0"]);
     }
@@ -662,7 +662,7 @@ mod tests {
                     },
                 ).unwrap();
                 spec.nics = (0..64).filter(|bit| nics >> bit & 1 == 1).take(64 - spec.disks.len()).map(|bit| nic(&format!("nic{bit}"))).collect();
-                let new = reallocate(&spec, &hardware, &hardware, || {
+                let new = reallocate(&spec, &hardware, &hardware, |_| {
                     next += 1;
                     Mac::local([2, 0, 0, 0, next, 0])
                 });
@@ -688,27 +688,27 @@ mod tests {
     fn a_new_disk_does_not_go_where_the_machine_still_has_one() {
         let mut spec = full();
         spec.disks.truncate(2);
-        let running = allocate(&spec, || Mac::local([2; 6]));
+        let running = allocate(&spec, |_| Mac::local([2; 6]));
         let removed = spec.disks.remove(0);
-        let without = reallocate(&spec, &running, &running, || Mac::local([2; 6]));
+        let without = reallocate(&spec, &running, &running, |_| Mac::local([2; 6]));
         let mut more = full().disks.remove(5);
         more.read_only = true;
         spec.disks.push(more);
-        let with = reallocate(&spec, &without, &running, || Mac::local([2; 6]));
+        let with = reallocate(&spec, &without, &running, |_| Mac::local([2; 6]));
         assert_eq!((with.disk_slots["disk1"], with.disk_slots["disk5"]), (11, 12));
         // It comes back while the machine still has it.
         spec.disks.push(removed);
-        let again = reallocate(&spec, &without, &running, || Mac::local([2; 6]));
+        let again = reallocate(&spec, &without, &running, |_| Mac::local([2; 6]));
         assert_eq!(again.disk_slots["disk0"], 10);
     }
 
     #[test]
     fn disk_that_changes_its_bus_gets_another_address() {
         let mut spec = full();
-        let before = allocate(&spec, || Mac::local([2; 6]));
+        let before = allocate(&spec, |_| Mac::local([2; 6]));
         let cdrom = Bus::Sata { cdrom: true };
         (spec.disks[2].bus, spec.disks[5].bus) = (Bus::Sata { cdrom: false }, cdrom);
-        let after = reallocate(&spec, &before, &before, || Mac::local([2; 6]));
+        let after = reallocate(&spec, &before, &before, |_| Mac::local([2; 6]));
         let of = |hardware: &Hardware, name: &str| hardware.disk_slots[name];
         assert_eq!((of(&after, "disk2"), of(&after, "disk5")), (96, 97));
         assert_eq!(of(&after, "disk3"), of(&before, "disk3"));
@@ -716,7 +716,7 @@ mod tests {
         let (wire, _) = plug(&after, &spec.disks[5], open_disk(0));
         assert_eq!((wire.pci_slot, wire.sata_port, wire.cdrom), (0, Some(1), true));
         spec.disks[2].bus = Bus::Virtio;
-        let again = reallocate(&spec, &after, &after, || Mac::local([2; 6]));
+        let again = reallocate(&spec, &after, &after, |_| Mac::local([2; 6]));
         assert_eq!((of(&again, "disk2"), of(&again, "disk5")), (12, 97));
     }
 
@@ -724,12 +724,12 @@ mod tests {
     fn disk_in_the_slot_of_the_channels_moves_with_an_agent() {
         let mut spec = full();
         spec.disks.truncate(2);
-        let mut old = allocate(&spec, || Mac::local([2; 6]));
+        let mut old = allocate(&spec, |_| Mac::local([2; 6]));
         old.disk_slots.insert("disk1".to_owned(), CHANNELS_SLOT);
-        let same = reallocate(&spec, &old, &old, || Mac::local([2; 6]));
+        let same = reallocate(&spec, &old, &old, |_| Mac::local([2; 6]));
         assert_eq!(same.disk_slots, old.disk_slots);
         spec.guest_agent = true;
-        let moved = reallocate(&spec, &old, &old, || Mac::local([2; 6]));
+        let moved = reallocate(&spec, &old, &old, |_| Mac::local([2; 6]));
         assert_eq!(moved.disk_slots["disk0"], old.disk_slots["disk0"]);
         assert_ne!(moved.disk_slots["disk1"], CHANNELS_SLOT);
     }
@@ -737,7 +737,7 @@ mod tests {
     #[test]
     fn processor_of_a_model_stays_until_its_spec_changes() {
         let mut spec = full();
-        let made = |spec: &VmSpec, old: &Hardware| reallocate(spec, old, old, || Mac::local([2; 6]));
+        let made = |spec: &VmSpec, old: &Hardware| reallocate(spec, old, old, |_| Mac::local([2; 6]));
         assert_eq!(made(&spec, &Hardware::default()).processor, None);
         assert_eq!(convert::processor(&spec.processor, Vec::new()), None);
         spec.processor.model = Model::V3;
@@ -764,7 +764,7 @@ mod tests {
     fn a_mac_of_the_manifest_is_kept() {
         let mut spec = full();
         spec.nics[0].mac = Some("52:54:00:12:34:56".parse().unwrap());
-        let hardware = allocate(&spec, || Mac::local([2; 6]));
+        let hardware = allocate(&spec, |_| Mac::local([2; 6]));
         assert_eq!(mac(&hardware, "eth0").unwrap().to_string(), "52:54:00:12:34:56");
         assert_eq!(mac(&hardware, "none"), None);
     }

@@ -385,6 +385,10 @@ stored! {
         vlan: u32,
         #[prost(bool, tag = "23")]
         mac_filter: bool,
+        #[prost(string, repeated, tag = "24")]
+        routed_subnets: Vec<String>,
+        #[prost(string, repeated, tag = "25")]
+        security_groups: Vec<String>,
     }
 }
 

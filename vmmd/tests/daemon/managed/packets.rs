@@ -30,7 +30,7 @@ impl Guest {
 
 impl Namespace {
     /// Sends a datagram to each of `ports`, in this order.
-    fn send(&self, (from, port): (&str, u16), to: &str, ports: &[u16], text: &str) {
+    pub(super) fn send(&self, (from, port): (&str, u16), to: &str, ports: &[u16], text: &str) {
         let program = r#"
 import os, socket, sys
 source, port, to, text, *ports = sys.argv[1:]
@@ -55,7 +55,7 @@ for port in ports:
 
 /// Receives the datagrams to some ports of a namespace. It prints the port and the datagram of each,
 /// as "7000 hello", and an empty line after a timeout. The order of simultaneous ones is that of `ports`.
-fn listen(namespace: &Namespace, ports: &[u16]) -> Program {
+pub(super) fn listen(namespace: &Namespace, ports: &[u16]) -> Program {
     let program = r#"
 import select, socket, sys
 sockets = []

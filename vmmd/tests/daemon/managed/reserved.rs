@@ -50,12 +50,15 @@ async fn reserved_address_outlives_its_vm_and_is_given_by_name() {
 
     for (vm, nic, reason) in [
         ("d", with("web", ""), "ADDRESS_IN_USE"),
-        ("e", with("db", ""), "ADDRESS_RESERVED"),
+        ("e", with("10.80.0.3", ""), "ADDRESS_RESERVED"),
+        // It gets the MAC address of the reservation.
+        ("h", with("db", ""), "ADDRESS_IN_USE"),
         ("f", with("none", ""), "RESERVATION_NOT_FOUND"),
     ] {
         let refused = daemon.start_in(vm, nic).await.unwrap_err();
         assert_refused(&refused, Code::FailedPrecondition, reason);
     }
+    daemon.delete("h", true).await.unwrap();
     // A named reservation stays; the one of a MAC address may go.
     let other = reservations(&[("web", "10.80.0.9", "")]);
     let request = changes::change(&["spec.reservations"], other);
@@ -69,6 +72,47 @@ async fn reserved_address_outlives_its_vm_and_is_given_by_name() {
     daemon.delete("c", true).await.unwrap();
     daemon.kill_and_restart().await;
     assert_eq!(daemon.start_in("g", nic("lan")).await.unwrap(), ["10.80.0.5"]);
+}
+
+#[tokio::test]
+async fn reserved_ipv6_address_outlives_its_vm() {
+    const MAC: &str = "52:54:00:12:34:56";
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let spec = NetworkSpec {
+        ipv4_cidr: String::new(),
+        ipv6_cidr: "fd00:80::/64".into(),
+        ..reservations(&[("web", "", MAC)])
+    };
+    daemon.make_network_as("lan", spec).await.unwrap();
+    for vm in ["a", "b"] {
+        let addresses = daemon.start_in(vm, with("web", "")).await.unwrap();
+        assert_eq!(addresses, ["fd00:80::5054:ff:fe12:3456"]);
+        let leases = daemon.network("lan").await.unwrap().status.unwrap().leases;
+        let lease = leases.iter().find(|lease| lease.vm == vm).unwrap();
+        assert_eq!((lease.reservation.as_str(), lease.mac.as_str()), ("web", MAC));
+        daemon.delete(vm, true).await.unwrap();
+    }
+    let refused = daemon.start_in("c", with("web", "52:54:00:00:00:01")).await;
+    let refused = refused.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "ADDRESS_RESERVED");
+    assert_says(&refused, MAC);
+}
+
+#[tokio::test]
+async fn address_of_a_deleted_vm_is_free_when_configured() {
+    for (config, expected) in [
+        ("", "10.80.0.3"),
+        ("address_retention_seconds = 0\n", "10.80.0.2"),
+    ] {
+        let namespace = Namespace::new();
+        let mut daemon = Daemon::in_network_with(&namespace.0, config).await;
+        let made = daemon.make_network("lan", "10.80.0.0/24", NetworkMode::Nat).await;
+        made.unwrap();
+        assert_eq!(daemon.start_in("a", nic("lan")).await.unwrap(), ["10.80.0.2"]);
+        daemon.delete("a", true).await.unwrap();
+        assert_eq!(daemon.start_in("b", nic("lan")).await.unwrap(), [expected]);
+    }
 }
 
 #[tokio::test]

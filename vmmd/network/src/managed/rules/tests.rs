@@ -8,6 +8,7 @@ fn network(mode: NetworkMode) -> Network {
         net6: None,
         gateway: Some([10, 80, 0, 1].into()),
         deny: Vec::new(),
+        groups: BTreeMap::new(),
     }
 }
 
@@ -24,6 +25,8 @@ fn port(address6: Option<Ipv6Addr>) -> Port {
             address: None,
         }],
         firewall: Firewall::default(),
+        subnets: Vec::new(),
+        groups: Vec::new(),
     }
 }
 
@@ -82,6 +85,28 @@ fn denied_ranges_are_elements_of_the_network() {
     let elements = network.elements();
     assert!(has(&elements, r#"deny4 "vmb0123456789" . 192.0.2.0/24"#));
     assert!(has(&elements, r#"deny6 "vmb0123456789" . 2001:db8::/32"#));
+}
+
+#[test]
+fn subnets_behind_a_guest_are_its_own_and_those_of_its_bridge() {
+    let port = Port {
+        subnets: ["10.90.0.0/24", "fd00:90::/64"]
+            .map(|text| text.parse().unwrap())
+            .to_vec(),
+        ..port(None)
+    };
+    let elements = network(NetworkMode::Nat).elements_of(&port);
+    for line in [
+        r#"routed4 "vm0123456789n0" . 52:54:00:00:00:01 . 10.90.0.0/24"#,
+        r#"routed6 "vm0123456789n0" . 52:54:00:00:00:01 . fd00:90::/64"#,
+        r#"behind4 10.90.0.0/24 . "vmb0123456789""#,
+        r#"behind6 fd00:90::/64 . "vmb0123456789""#,
+    ] {
+        assert!(has(&elements, line), "{line}: {:?}", lines(&elements));
+    }
+    let translated = r#"translated "vmb0123456789""#;
+    assert!(has(&network(NetworkMode::Nat).elements(), translated));
+    assert!(!has(&network(NetworkMode::Routed).elements(), translated));
 }
 
 #[test]

@@ -219,7 +219,7 @@ impl Actor {
                     Outcome::Medium(of, live, desired, result)
                 });
             }
-            Live::NicPorts(name) | Live::NicFirewall(name) => {
+            Live::NicAccess(name) => {
                 let (host, uid, name) = (Arc::clone(&self.host), self.uid, name.clone());
                 let mut turn = self.disks.live.row.join();
                 self.disks.tasks.spawn(async move {
@@ -440,7 +440,6 @@ async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec, memory_bytes:
         | Live::AttachShare(_)
         | Live::DetachShare(_)
         | Live::Medium(_)
-        | Live::NicPorts(_)
-        | Live::NicFirewall(_) => Ok(()),
+        | Live::NicAccess(_) => Ok(()),
     }
 }

@@ -70,10 +70,8 @@ pub enum Live {
     NicReceiveLimit(String),
     /// Transmit rate limit of a NIC, from the guest's view.
     NicTransmitLimit(String),
-    /// The ports of the node that lead to a NIC in one of its networks.
-    NicPorts(String),
-    /// Which connections a guest may have over a NIC in a network of the node.
-    NicFirewall(String),
+    /// Connections of a guest over a NIC in a network of the node: the fields [`ACCESS`], which change together.
+    NicAccess(String),
     /// A rate group that no disk of the machine is in.
     DropGroup(String),
     /// Memory that the balloon leaves to the guest.
@@ -94,6 +92,9 @@ pub enum Live {
 
 /// Fields of a disk that name the medium of a CD-ROM drive.
 const MEDIUM: [&str; 5] = ["path", "disk", "podVolume", "format", "beneath"];
+
+/// Fields of a NIC that [`Live::NicAccess`] covers.
+const ACCESS: [&str; 4] = ["publishedPorts", "firewall", "routedSubnets", "securityGroups"];
 
 /// Paths that [`Live::Processors`] covers.
 const PROCESSORS: [&str; 3] = [
@@ -285,8 +286,8 @@ pub fn compare(running: &VmSpec, desired: &VmSpec) -> Vec<Change> {
             }
             Verdict::Live(Live::AttachNic(name)) => !is_in_pod(desired, name),
             Verdict::Live(Live::DetachNic(name)) => !is_in_pod(running, name),
-            // Both changes need the NIC to stay in its network.
-            Verdict::Live(Live::NicPorts(name) | Live::NicFirewall(name)) => {
+            // The NIC has to stay in its network.
+            Verdict::Live(Live::NicAccess(name)) => {
                 let attachment = |spec: &VmSpec| {
                     let nic = spec.nics.iter().find(|nic| nic.name == *name);
                     nic.and_then(|nic| nic.attachment.clone())
@@ -410,8 +411,10 @@ fn verdict(path: &str, was: bool, is: bool) -> Verdict {
             .or_else(|| item("spec.nics", ".linkDown").map(Live::NicLink))
             .or_else(|| item("spec.nics", ".receiveLimit").map(Live::NicReceiveLimit))
             .or_else(|| item("spec.nics", ".transmitLimit").map(Live::NicTransmitLimit))
-            .or_else(|| item("spec.nics", ".publishedPorts").map(Live::NicPorts))
-            .or_else(|| item("spec.nics", ".firewall").map(Live::NicFirewall)),
+            .or_else(|| {
+                let mut fields = ACCESS.iter();
+                fields.find_map(|field| item("spec.nics", &format!(".{field}")).map(Live::NicAccess))
+            }),
     };
     live.map_or(Verdict::Restart, Verdict::Live)
 }
@@ -451,16 +454,19 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
         Live::NicLink(name)
         | Live::NicReceiveLimit(name)
         | Live::NicTransmitLimit(name)
-        | Live::NicPorts(name)
-        | Live::NicFirewall(name) => {
+        | Live::NicAccess(name) => {
             let wanted = desired.nics.iter().find(|nic| nic.name == *name);
             let nic = running.nics.iter_mut().find(|nic| nic.name == *name);
             if let (Some(nic), Some(wanted)) = (nic, wanted) {
                 match live {
                     Live::NicLink(_) => nic.link_down = wanted.link_down,
                     Live::NicReceiveLimit(_) => nic.receive_limit = wanted.receive_limit,
-                    Live::NicPorts(_) => nic.published_ports.clone_from(&wanted.published_ports),
-                    Live::NicFirewall(_) => nic.firewall.clone_from(&wanted.firewall),
+                    Live::NicAccess(_) => {
+                        nic.published_ports.clone_from(&wanted.published_ports);
+                        nic.firewall.clone_from(&wanted.firewall);
+                        nic.routed_subnets.clone_from(&wanted.routed_subnets);
+                        nic.security_groups.clone_from(&wanted.security_groups);
+                    }
                     _ => nic.transmit_limit = wanted.transmit_limit,
                 }
             }

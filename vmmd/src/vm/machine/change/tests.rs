@@ -323,11 +323,8 @@ fn ports_and_rules_of_a_nic_change_at_once_in_its_network() {
     };
     let (firewall, ports) = ("spec.nics[eth0].firewall", "spec.nics[eth0].publishedPorts");
     let live = [
-        (
-            firewall.to_owned(),
-            Verdict::Live(Live::NicFirewall("eth0".into())),
-        ),
-        (ports.to_owned(), Verdict::Live(Live::NicPorts("eth0".into()))),
+        (firewall.to_owned(), Verdict::Live(Live::NicAccess("eth0".into()))),
+        (ports.to_owned(), Verdict::Live(Live::NicAccess("eth0".into()))),
     ];
     assert_eq!(verdicts(&lan("lan")), live);
     let restart =
