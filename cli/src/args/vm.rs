@@ -156,7 +156,8 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 38] = [
+const FLAGS: [&str; 39] = [
+    "credentials",
     "smbios",
     "timezone",
     "boot_menu",
@@ -301,6 +302,9 @@ pub struct Guest {
     /// Automatic starts of the VM by the node
     #[arg(long, value_name = "POLICY", value_parser = words(RUN_POLICIES))]
     pub run_policy: Option<RunPolicy>,
+    /// Credential for systemd in the guest: NAME=VALUE, or NAME=@FILE for the content of a file. May be given several times
+    #[arg(long = "credential", value_name = "NAME=VALUE|NAME=@FILE")]
+    pub credentials: Vec<String>,
     /// Label of the VM; with `run`, of its disk too
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,

@@ -12,6 +12,7 @@ use super::{
     balloon::Balloon,
     cloud_init::CloudInit,
     cpu::{CpuShare, Processor},
+    credential,
     disk::{BootOrder, Bus, Disk, Limit, MAX_SATA, RateGroup, RateLimit, Source},
     display::Display,
     firewall::Firewall,
@@ -93,7 +94,7 @@ pub struct VmSpec {
     pub clock: ClockOnResume,
     /// Time zone of the real-time clock; empty for UTC.
     pub timezone: String,
-    /// Identity in the SMBIOS tables.
+    /// Identity and credentials in the SMBIOS tables.
     pub smbios: Smbios,
     /// The balloon, if it has one.
     pub balloon: Option<Balloon>,
@@ -353,6 +354,8 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let clock = ClockOnResume::new(&mut found, spec.clock.as_ref());
         let timezone = timezone(&mut found, spec.clock.as_ref());
         let smbios = spec.smbios.as_ref().map(|wire| Smbios::new(&mut found, wire));
+        let mut smbios = smbios.unwrap_or_default();
+        smbios.oem_strings = credential::oem_strings(&mut found, &spec.credentials);
         let field = "spec.rateGroups";
         let rate_groups = list(
             &mut found,
@@ -424,7 +427,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 on_panic,
                 clock,
                 timezone,
-                smbios: smbios.unwrap_or_default(),
+                smbios,
                 balloon,
                 display,
                 virtio_console: spec.virtio_console.is_some(),

@@ -103,7 +103,13 @@ const PROCESSORS: [&str; 3] = [
 ];
 
 /// Lists whose items have names.
-const NAMED: [&str; 4] = ["spec.disks", "spec.nics", "spec.rateGroups", "spec.shares"];
+const NAMED: [&str; 5] = [
+    "spec.credentials",
+    "spec.disks",
+    "spec.nics",
+    "spec.rateGroups",
+    "spec.shares",
+];
 
 /// Returns the differences between the machine and the spec. Empty without a run.
 pub fn pending(record: &VmRecord) -> Vec<Change> {
