@@ -229,6 +229,7 @@ pub(super) fn refuse_in_network(found: &mut Violations, field: &str, nic: &v1::N
         ("address", !nic.address.is_empty()),
         ("publishedPorts", !nic.published_ports.is_empty()),
         ("firewall", nic.firewall.is_some()),
+        ("metadata", nic.metadata),
     ] {
         if given {
             found.add(format_args!("{field}.{name}"), "is for a NIC with a `network`");

@@ -240,6 +240,8 @@ pub struct Nic {
     pub vlan: Option<u16>,
     /// Frames of the guest with another source MAC address than the NIC's are dropped, on a bridge of an operator.
     pub mac_filter: bool,
+    /// The guest reads the documents of its cloud-init over it. Only in a network of the node.
+    pub metadata: bool,
     /// Position in the boot order.
     pub boot_order: Option<BootOrder>,
 }
@@ -407,6 +409,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         pod::one_network(&mut found, &spec.nics);
         let probes = Probes::new(&mut found, spec);
+        metadata(&mut found, spec);
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
         match (topology, boot) {
@@ -441,6 +444,15 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             }),
             _ => Err(found),
         }
+    }
+}
+
+/// Checks that the metadata service has documents for the guest.
+fn metadata(found: &mut Violations, spec: &v1::VmSpec) {
+    let nics = spec.nics.iter().enumerate().filter(|(_, nic)| nic.metadata);
+    for (index, _) in nics.filter(|_| spec.cloud_init.is_none()) {
+        let problem = "needs spec.cloudInit, whose documents the guest reads: give it, `{}` at least";
+        found.add(format_args!("spec.nics[{index}].metadata"), problem);
     }
 }
 
@@ -778,6 +790,7 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
         vhost,
         vlan,
         mac_filter,
+        metadata: nic.metadata,
         boot_order,
     })
 }

@@ -34,6 +34,7 @@ use vmmd_spec::{
 
 use guard::{MacFilter, TapGuard};
 pub use link::{Link, Links};
+pub use managed::metadata::{publish as publish_metadata, withdraw as withdraw_metadata};
 pub use managed::{NetworkKind, Networks, PERIOD, Request as Lease, SeenNetwork, describe};
 pub use pod::{PodNetwork, Resolver, close_pod, serve_pods};
 pub use ports::{Pods, Ports, Users};
@@ -114,6 +115,7 @@ pub async fn open_tap(
                 address,
                 ports,
                 firewall,
+                metadata: nic.metadata,
                 plugged,
             };
             let bridge = host.networks.lease(host, network.as_str(), &request).await?;
@@ -176,6 +178,7 @@ pub async fn look(
                 address,
                 ports,
                 firewall,
+                metadata: nic.metadata,
                 plugged: false,
             };
             host.networks.would_give(host, name.as_str(), &request).await

@@ -162,6 +162,7 @@ async fn lease(host: &Arc<Host>, offer: &Offer, vm: &str) -> Result<(), Failure>
             address: address.address,
             ports,
             firewall,
+            metadata: address.nic.metadata,
             plugged: false,
         };
         host.networks

@@ -742,6 +742,9 @@ pub struct LeaseRecord {
     /// with a release time is of no NIC: another lease has replaced it.
     #[prost(uint64, tag = "10")]
     pub declined_ms: u64,
+    /// Its guest may use the metadata service.
+    #[prost(bool, tag = "20")]
+    pub metadata: bool,
 }
 
 /// A port of the node that leads to a guest.

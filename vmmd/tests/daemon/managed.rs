@@ -5,6 +5,7 @@ mod dhcp;
 pub mod guest;
 mod helpers;
 mod ipv6;
+mod metadata;
 mod packets;
 mod probes;
 mod reserved;

@@ -135,6 +135,7 @@ mod tests {
             address: Some([10, 80, 0, 2].into()),
             address6: None,
             published: Vec::new(),
+            metadata: false,
             firewall: Firewall {
                 ingress: Some(vec![Rule {
                     addresses: ["10.80.0.9", "fd00:80::9", "192.0.2.0/24"]

@@ -113,6 +113,7 @@ impl Networks {
             released_ms: 0,
             firewall: (!request.firewall.is_open()).then(|| request.firewall.into()),
             declined_ms: 0,
+            metadata: request.metadata,
         };
         let taken = |other: &LeaseRecord| {
             other.is_of(vm, request.nic) || address.is_some() && other.address == lease.address
@@ -160,6 +161,7 @@ impl Networks {
             address: lease.ip(),
             ports,
             firewall,
+            metadata: lease.metadata,
             plugged: true,
         };
         self.free(host, &mut turn, network, &request).await;

@@ -19,6 +19,7 @@ mod firewall;
 pub(crate) mod helper;
 mod lease;
 mod listening;
+pub(crate) mod metadata;
 mod neighbors;
 mod netlink;
 pub(crate) mod nft;
@@ -152,6 +153,8 @@ pub struct Request<'a> {
     pub ports: &'a [PublishedPort],
     /// Which connections its guest may have.
     pub firewall: &'a Firewall,
+    /// Its guest may use the metadata service.
+    pub metadata: bool,
     /// The machine of its VM runs: its other NICs keep their addresses.
     pub plugged: bool,
 }

@@ -30,6 +30,7 @@ use super::{
     filter::Filter,
     folder,
     helper::{self, Served},
+    metadata,
     neighbors::{self, Obstacle},
     plan::{self, Found, Step, Wanted},
     rules::{self, Port},
@@ -603,6 +604,7 @@ pub(super) fn port(network: &rules::Network, lease: &LeaseRecord) -> Option<Port
         address6: network.net6.map(|net| net.of(mac)),
         published: lease.ports.iter().filter_map(PortRecord::valid).collect(),
         firewall: firewall(lease),
+        metadata: lease.metadata,
     })
 }
 
@@ -637,6 +639,7 @@ fn table(
             address6: spec.net6.and_then(|net| Some(net.of(lease.mac()?))),
             name: lease.vm_name.clone(),
             primary: !secondary.contains(&(lease.vm.clone(), lease.nic.clone())),
+            metadata: lease.metadata.then(|| metadata::name(&lease.vm)),
         };
         Some((lease.mac()?.to_string(), host))
     });

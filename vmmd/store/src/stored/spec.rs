@@ -436,6 +436,8 @@ stored! {
         vlan: u32,
         #[prost(bool, tag = "23")]
         mac_filter: bool,
+        #[prost(bool, tag = "27")]
+        metadata: bool,
     }
 }
 

@@ -24,6 +24,7 @@ fn port(address6: Option<Ipv6Addr>) -> Port {
             address: None,
         }],
         firewall: Firewall::default(),
+        metadata: false,
     }
 }
 
@@ -82,6 +83,26 @@ fn denied_ranges_are_elements_of_the_network() {
     let elements = network.elements();
     assert!(has(&elements, r#"deny4 "vmb0123456789" . 192.0.2.0/24"#));
     assert!(has(&elements, r#"deny6 "vmb0123456789" . 2001:db8::/32"#));
+}
+
+#[test]
+fn nic_with_the_metadata_service_is_an_element_by_its_address() {
+    let net: Ipv6Net = "fd00:80::/64".parse().unwrap();
+    let port = Port {
+        metadata: true,
+        ..port(Some(net.of("52:54:00:00:00:01".parse().unwrap())))
+    };
+    for mode in [NetworkMode::Nat, NetworkMode::Isolated, NetworkMode::Routed] {
+        let network = network(mode);
+        assert!(has(
+            &network.elements(),
+            r#"metadata "vmb0123456789" : 10.80.0.1 . 254"#
+        ));
+        let elements = network.elements_of(&port);
+        let of = |element: &&Element| element.set.1 == "metadata4";
+        let found: Vec<_> = elements.iter().filter(of).cloned().collect();
+        assert_eq!(lines(&found), [r#"metadata4 10.80.0.2 . "vmb0123456789""#]);
+    }
 }
 
 #[test]
