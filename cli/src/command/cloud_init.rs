@@ -57,7 +57,8 @@ fn as_text(data: Vec<u8>) -> Vec<u8> {
     converted.unwrap_or(data)
 }
 
-fn read(path: &Path) -> Result<Vec<u8>> {
+/// The content of a file; `-` is standard input.
+pub fn read(path: &Path) -> Result<Vec<u8>> {
     let mut content = Vec::new();
     let read = match path.as_os_str() == "-" {
         true => io::stdin().read_to_end(&mut content).map(|_| content),

@@ -3,7 +3,9 @@
 use vmmd_api::v1::{self, boot_spec::Source as Boot};
 use vmmd_spec::vm::Manifest;
 
-use super::{apply, cloud_init, disk, disk_spec, keys, nic_spec, probe_spec, share_spec, work::guarded};
+use super::{
+    apply, cloud_init, credential, disk, disk_spec, keys, nic_spec, probe_spec, share_spec, work::guarded,
+};
 use crate::{
     args::{
         Output,
@@ -143,12 +145,14 @@ pub fn cdroms(guest: &Guest) -> impl Iterator<Item = v1::DiskSpec> {
 pub fn of_guest(guest: &Guest, nics: &[String]) -> Result<v1::VmSpec> {
     let nics = nics.iter().enumerate();
     let nics = nics.map(|(index, text)| nic_spec::from_text(index, text));
+    let credentials = guest.credentials.iter().map(|text| credential::from_text(text));
     let shares = guest.shares.iter().map(|text| share_spec::from_text(text));
     Ok(v1::VmSpec {
         nics: nics.collect::<Result<_>>()?,
         shares: shares.collect::<Result<_>>()?,
         run_policy: guest.run_policy.unwrap_or_default().into(),
         cloud_init: cloud_init::from_flags(&guest.cloud_init)?,
+        credentials: credentials.collect::<Result<_>>()?,
         state_dir: guest.state_dir.clone().unwrap_or_default(),
         guest_agent: guest.guest_agent.then_some(v1::GuestAgentSpec {}),
         tpm: guest.tpm.then_some(v1::TpmSpec {}),

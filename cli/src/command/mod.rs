@@ -6,6 +6,7 @@ mod cloud_init;
 mod config;
 mod cp;
 mod create;
+mod credential;
 mod delete;
 mod diagnose;
 mod difference;

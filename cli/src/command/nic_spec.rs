@@ -8,7 +8,7 @@ use crate::{
     failure::Result,
 };
 
-const KEYS: &str = "network=, bridge=, tap=, pod-network, address=, publish=, routed=, groups=, name=, mac=, queues=, mtu=, vlan=, mac-filter=, boot-order=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
+const KEYS: &str = "network=, bridge=, tap=, pod-network, address=, publish=, routed=, groups=, name=, mac=, queues=, mtu=, vlan=, mac-filter=, metadata=, boot-order=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
 
 /// The NIC number `index` of a VM from `key=value,…`.
 pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
@@ -65,6 +65,9 @@ fn set(nic: &mut v1::NicSpec, key: &str, value: &str) -> Result<bool, String> {
         "vlan" => nic.vlan = number(value)?,
         "mac-filter" => {
             nic.mac_filter = word(&[("on", true, ""), ("off", false, "")], value)?;
+        }
+        "metadata" => {
+            nic.metadata = word(&[("on", true, ""), ("off", false, "")], value)?;
         }
         "boot-order" => nic.boot_order = number(value)?,
         "backend" => {
@@ -253,7 +256,7 @@ mod tests {
 
     #[test]
     fn each_key_sets_a_field_of_the_api() {
-        let text = "queues=1,mtu=9,vlan=5,mac-filter=on,boot-order=1,backend=vhost,name=a,mac=b,bridge=c,tap=d,network=e,address=f,publish=1,routed=10.90.0.0/24,groups=web,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
+        let text = "queues=1,mtu=9,vlan=5,mac-filter=on,metadata=on,boot-order=1,backend=vhost,name=a,mac=b,bridge=c,tap=d,network=e,address=f,publish=1,routed=10.90.0.0/24,groups=web,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
         let paths: Vec<_> = fields(text)
             .map(|field| format!("spec.nics[eth0].{field}"))
             .collect();

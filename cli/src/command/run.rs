@@ -22,7 +22,7 @@ const NO_DISK: &str = "DISK_NOT_FOUND";
 const LONGEST: usize = 40;
 
 /// The options of `run` that set fields of the VM and of its disk; the longest prefixes come first.
-const OPTIONS: [(&str, &str); 20] = [
+const OPTIONS: [(&str, &str); 21] = [
     ("metadata.name", "--name"),
     ("disk.metadata.name", "--name"),
     ("disk.spec.sizeBytes", "--disk-size"),
@@ -40,6 +40,7 @@ const OPTIONS: [(&str, &str); 20] = [
     ("spec.cloudInit.sshAuthorizedKeys", "--ssh-key"),
     ("spec.cloudInit.networkConfig", "--network-config"),
     ("spec.cloudInit", "--user-data"),
+    ("spec.credentials", "--credential"),
     ("spec.shares", "--share"),
     ("spec.stateDir", "--state-dir"),
     ("metadata.labels", "--label"),

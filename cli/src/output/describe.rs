@@ -232,6 +232,8 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     text.put("Clock", clock);
     text.put("SMBIOS", &smbios(spec.smbios.as_ref()));
     text.put("cloud-init", &cloud_init(spec.cloud_init.as_ref()));
+    let credentials: Vec<_> = spec.credentials.iter().map(|it| it.name.as_str()).collect();
+    text.put("Credentials", &credentials.join(", "));
     disk::of_vm(text, spec, status);
     let nics: Vec<_> = spec
         .nics

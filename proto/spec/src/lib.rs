@@ -8,6 +8,7 @@
 pub mod balloon;
 pub mod cloud_init;
 pub mod cpu;
+pub mod credential;
 pub mod disk;
 pub mod display;
 pub mod firewall;

@@ -258,6 +258,7 @@ pub(super) fn refuse_in_network(found: &mut Violations, field: &str, nic: &v1::N
         ("firewall", nic.firewall.is_some()),
         ("routedSubnets", !nic.routed_subnets.is_empty()),
         ("securityGroups", !nic.security_groups.is_empty()),
+        ("metadata", nic.metadata),
     ] {
         if given {
             found.add(format_args!("{field}.{name}"), "is for a NIC with a `network`");

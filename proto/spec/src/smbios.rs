@@ -1,4 +1,6 @@
-//! The identity of a guest's system in its SMBIOS tables.
+//! The identity of a guest's system in its SMBIOS tables, and texts for programs of the guest there.
+
+use std::fmt;
 
 use uuid::Uuid;
 use vmmd_api::v1;
@@ -7,6 +9,10 @@ use super::Violations;
 
 /// Longest text in bytes: SMBIOS 2.6 and older have this limit.
 pub const MAX_TEXT: usize = 64;
+/// Most OEM strings.
+pub const MAX_OEM_STRINGS: usize = 64;
+/// Longest OEM strings together in bytes, with their final NULs. The tables of a machine without firmware have 64 KiB.
+pub const MAX_OEM_BYTES: usize = 32 << 10;
 
 /// Identity of a system. An empty text is the default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -27,6 +33,40 @@ pub struct Smbios {
     pub family: String,
     /// Asset tag of the chassis.
     pub asset_tag: String,
+    /// OEM strings: the VM's credentials.
+    pub oem_strings: Vec<OemString>,
+}
+
+/// An OEM string, which may have a secret after its first `=`.
+#[derive(Clone, PartialEq, Eq)]
+pub struct OemString(String);
+
+impl OemString {
+    /// `None` if it is empty or has a NUL, which ends a string of the tables.
+    pub fn new(text: String) -> Option<Self> {
+        (!text.is_empty() && !text.contains('\0')).then_some(Self(text))
+    }
+
+    /// The text with its secret.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for OemString {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let open = self.0.split_once('=').map_or("", |(open, _)| open);
+        write!(f, "{open}=…")
+    }
+}
+
+/// Whether the tables have room for these OEM strings.
+pub fn fit(strings: &[OemString]) -> bool {
+    let bytes: usize = strings
+        .iter()
+        .map(|text| text.as_str().len().saturating_add(1))
+        .sum();
+    strings.len() <= MAX_OEM_STRINGS && bytes <= MAX_OEM_BYTES
 }
 
 /// Whether a text can be a string of a table.
@@ -70,6 +110,7 @@ impl Smbios {
             sku: text("sku", &wire.sku),
             family: text("family", &wire.family),
             asset_tag: text("assetTag", &wire.asset_tag),
+            oem_strings: Vec::new(),
         }
     }
 }

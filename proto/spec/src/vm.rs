@@ -12,6 +12,7 @@ use super::{
     balloon::Balloon,
     cloud_init::CloudInit,
     cpu::{CpuShare, Processor},
+    credential,
     disk::{BootOrder, Bus, Disk, Limit, MAX_SATA, RateGroup, RateLimit, Source},
     display::Display,
     firewall::Addresses,
@@ -93,7 +94,7 @@ pub struct VmSpec {
     pub clock: ClockOnResume,
     /// Time zone of the real-time clock; empty for UTC.
     pub timezone: String,
-    /// Identity in the SMBIOS tables.
+    /// Identity and credentials in the SMBIOS tables.
     pub smbios: Smbios,
     /// The balloon, if it has one.
     pub balloon: Option<Balloon>,
@@ -239,6 +240,8 @@ pub struct Nic {
     pub vlan: Option<u16>,
     /// Frames of the guest with another source MAC address than the NIC's are dropped, on a bridge of an operator.
     pub mac_filter: bool,
+    /// The guest reads the documents of its cloud-init over it. Only in a network of the node.
+    pub metadata: bool,
     /// Position in the boot order.
     pub boot_order: Option<BootOrder>,
 }
@@ -352,6 +355,8 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let clock = ClockOnResume::new(&mut found, spec.clock.as_ref());
         let timezone = timezone(&mut found, spec.clock.as_ref());
         let smbios = spec.smbios.as_ref().map(|wire| Smbios::new(&mut found, wire));
+        let mut smbios = smbios.unwrap_or_default();
+        smbios.oem_strings = credential::oem_strings(&mut found, &spec.credentials);
         let field = "spec.rateGroups";
         let rate_groups = list(
             &mut found,
@@ -403,6 +408,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         pod::one_network(&mut found, &spec.nics);
         let probes = Probes::new(&mut found, spec);
+        metadata(&mut found, spec);
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
         match (topology, boot) {
@@ -423,7 +429,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 on_panic,
                 clock,
                 timezone,
-                smbios: smbios.unwrap_or_default(),
+                smbios,
                 balloon,
                 display,
                 virtio_console: spec.virtio_console.is_some(),
@@ -437,6 +443,15 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             }),
             _ => Err(found),
         }
+    }
+}
+
+/// Checks that the metadata service has documents for the guest.
+fn metadata(found: &mut Violations, spec: &v1::VmSpec) {
+    let nics = spec.nics.iter().enumerate().filter(|(_, nic)| nic.metadata);
+    for (index, _) in nics.filter(|_| spec.cloud_init.is_none()) {
+        let problem = "needs spec.cloudInit, whose documents the guest reads: give it, `{}` at least";
+        found.add(format_args!("spec.nics[{index}].metadata"), problem);
     }
 }
 
@@ -791,6 +806,7 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
         vhost,
         vlan,
         mac_filter,
+        metadata: nic.metadata,
         boot_order,
     })
 }

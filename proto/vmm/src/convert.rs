@@ -88,6 +88,11 @@ pub fn smbios(smbios: &Smbios) -> vmm::Smbios {
         sku: smbios.sku.clone(),
         family: smbios.family.clone(),
         asset_tag: smbios.asset_tag.clone(),
+        oem_strings: smbios
+            .oem_strings
+            .iter()
+            .map(|text| text.as_str().to_owned())
+            .collect(),
     }
 }
 

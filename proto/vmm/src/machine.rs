@@ -20,7 +20,7 @@ use vmmd_spec::{
     policy::OnCrash,
     resources::{HugePages, MAX_NUMA_NODE, MemoryOptions},
     share::{MAX_SHARES, MAX_TAG},
-    smbios::{Smbios, is_text},
+    smbios::{self, OemString, Smbios, is_text},
     topology::Topology,
     vm::{MAX_CMDLINE, MAX_DISKS_AND_NICS, MAX_MEMORY, MAX_MENU_SECONDS, MEMORY_STEP, MIN_MEMORY},
 };
@@ -492,6 +492,11 @@ fn boot(claims: &mut Claims, spec: &vmm::MachineSpec) -> Boot {
 
 fn smbios(claims: &mut Claims, wire: Option<&vmm::Smbios>) -> Smbios {
     let wire = wire.cloned().unwrap_or_default();
+    let oem_strings: Option<Vec<_>> = wire.oem_strings.into_iter().map(OemString::new).collect();
+    let oem_strings = oem_strings.filter(|strings| smbios::fit(strings));
+    if oem_strings.is_none() {
+        claims.add("smbios.oem_strings", "too many, too long, or with NUL");
+    }
     let mut text = |text: String| {
         if !is_text(&text) {
             claims.add("smbios", format_args!("unsupported text {text:?}"));
@@ -507,6 +512,7 @@ fn smbios(claims: &mut Claims, wire: Option<&vmm::Smbios>) -> Smbios {
         sku: text(wire.sku),
         family: text(wire.family),
         asset_tag: text(wire.asset_tag),
+        oem_strings: oem_strings.unwrap_or_default(),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use vmmd_spec::smbios::Smbios;
+use vmmd_spec::smbios::{OemString, Smbios};
 
 use crate::memory::layout::{self, Map};
 
@@ -75,6 +75,7 @@ fn table(system: &System<'_>) -> Table {
         processor(&mut table, socket, system.cores_per_socket);
     }
     memory(&mut table, system);
+    oem_strings(&mut table, system);
     // Type 32, system boot information: no errors.
     table.add(32, 0x2000, &[0; 7], &[]);
     table.add(127, 0x7f00, &[], &[]);
@@ -221,6 +222,14 @@ fn chassis(table: &mut Table, system: &System<'_>) {
     table.add(3, 0x300, &body, &strings);
 }
 
+/// 7.12: type 11, which a machine without such strings lacks.
+fn oem_strings(table: &mut Table, system: &System<'_>) {
+    let strings: Vec<_> = system.texts.oem_strings.iter().map(OemString::as_str).collect();
+    if let Ok(count @ 1..) = u8::try_from(strings.len()) {
+        table.add(11, 0xb00, &[count], &strings);
+    }
+}
+
 /// 7.5: type 4.
 fn processor(table: &mut Table, socket: u32, cores: u32) {
     const CENTRAL: u8 = 3;
@@ -321,6 +330,8 @@ fn memory(table: &mut Table, system: &System<'_>) {
     clippy::cast_possible_truncation
 )]
 mod tests {
+    use vmmd_spec::smbios::{self, MAX_OEM_BYTES, MAX_OEM_STRINGS};
+
     use super::*;
 
     const SYSTEM: System<'static> = System {
@@ -337,6 +348,7 @@ mod tests {
             sku: String::new(),
             family: String::new(),
             asset_tag: String::new(),
+            oem_strings: Vec::new(),
         },
         sockets: 2,
         cores_per_socket: 12,
@@ -398,6 +410,51 @@ mod tests {
         let found = structures(&parts(&SYSTEM, EntryPoint::Wide).1);
         let of = |kind: u8| found.iter().find(|(found, ..)| *found == kind).unwrap();
         assert_eq!((of(1).1[0x19], of(3).1[8]), (0, 0));
+    }
+
+    #[test]
+    fn oem_strings_are_in_the_table_as_they_are() {
+        assert!(of_kind(&SYSTEM, 11).is_empty());
+        let text = "io.systemd.credential:a=one\ntwo";
+        let texts = Smbios {
+            oem_strings: vec![OemString::new(text.into()).unwrap()],
+            ..Smbios::default()
+        };
+        let system = System {
+            texts: &texts,
+            ..SYSTEM
+        };
+        let (formatted, strings) = of_kind(&system, 11).remove(0);
+        assert_eq!(formatted, [11, 5, 0, 0xb, 1]);
+        assert_eq!(strings, [text]);
+    }
+
+    #[test]
+    fn tables_with_oem_strings_of_all_sizes_fit() {
+        for length in [1, 2, 255, 256, 4_000, MAX_OEM_BYTES - 1] {
+            let count = MAX_OEM_STRINGS.min(MAX_OEM_BYTES / (length + 1));
+            let texts = Smbios {
+                oem_strings: vec![OemString::new("x".repeat(length)).unwrap(); count],
+                ..Smbios::default()
+            };
+            assert!(smbios::fit(&texts.oem_strings));
+            let system = System {
+                texts: &texts,
+                sockets: 8,
+                cores_per_socket: 31,
+                ram: layout::RAM_MAX,
+                ..SYSTEM
+            };
+            assert!(build(&system).len() as u64 <= layout::SMBIOS.end - layout::SMBIOS.start);
+            let (entry, table) = parts(&system, EntryPoint::Narrow);
+            let longest = u16::from_le_bytes(*entry[8..].first_chunk().unwrap());
+            let found = structures(&table);
+            let (_, formatted, strings) = found.iter().find(|(kind, ..)| *kind == 11).unwrap();
+            assert_eq!((usize::from(formatted[4]), strings.len()), (count, count));
+            assert!(strings.iter().all(|text| text.len() == length));
+            assert!(usize::from(longest) >= formatted.len() + count * (length + 1));
+            assert_eq!(found.last().unwrap().0, 127);
+        }
     }
 
     #[test]

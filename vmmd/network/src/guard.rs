@@ -9,12 +9,14 @@ use rtnetlink::{
     packet_route::tc::{TcAttribute, TcHandle, TcMessage, TcOption},
 };
 
+use crate::netd::metadata::ADDRESS;
+
 /// Conditions for frames that reach the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Guard {
     /// A bit of the packet's mark, which the packet filter sets.
     pub mark: u32,
-    /// The only destinations besides groups and the link, in a network without a way out.
+    /// The only destinations besides groups, the link and the metadata service, in a network without a way out.
     pub only: Option<(Option<Ipv4Addr>, Option<Ipv6Addr>)>,
 }
 
@@ -92,8 +94,9 @@ impl Guard {
             (HAS_BITS, self.mark, Next, Drop),
             (LOAD_HALF, ETHER_TYPE, Next, Next),
             (EQUAL, ARP, Pass, Next),
-            (EQUAL, IPV4, Next, Skip(3)),
+            (EQUAL, IPV4, Next, Skip(4)),
             (LOAD, DESTINATION4, Next, Next),
+            (EQUAL, ADDRESS.to_bits(), Pass, Next),
             // Without IPv4 a broadcast address, which passes anyway.
             (
                 EQUAL,

@@ -34,6 +34,7 @@ use vmmd_spec::{
 
 use guard::{MacFilter, TapGuard};
 pub use link::{Link, Links};
+pub use managed::metadata::{publish as publish_metadata, withdraw as withdraw_metadata};
 pub use managed::{NetworkKind, Networks, PERIOD, Request as Lease, SeenNetwork, describe};
 pub use pod::{PodNetwork, Resolver, close_pod, serve_pods};
 pub use ports::{Pods, Ports, Users};
@@ -124,6 +125,7 @@ pub async fn open_tap(
                 mac,
                 address,
                 access,
+                metadata: nic.metadata,
                 plugged,
             };
             let bridge = host.networks.lease(host, network.as_str(), &request).await?;
@@ -186,6 +188,7 @@ pub async fn look(
                 mac,
                 address,
                 access,
+                metadata: nic.metadata,
                 plugged: false,
             };
             host.networks.would_give(host, name.as_str(), &request).await

@@ -161,6 +161,7 @@ async fn lease(host: &Arc<Host>, offer: &Offer, vm: &str) -> Result<(), Failure>
             mac: address.mac,
             address: address.address,
             access,
+            metadata: address.nic.metadata,
             plugged: false,
         };
         host.networks

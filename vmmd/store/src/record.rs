@@ -752,6 +752,9 @@ pub struct LeaseRecord {
     /// when not known.
     #[prost(uint64, optional, tag = "14")]
     pub retention_ms: Option<u64>,
+    /// Its guest may use the metadata service.
+    #[prost(bool, tag = "20")]
+    pub metadata: bool,
 }
 
 /// A port of the node that leads to a guest.

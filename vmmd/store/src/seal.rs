@@ -2,7 +2,7 @@
 //! a copy of the store alone does not reveal them.
 //!
 //! The sealed values are the contents that the API shows as digests (user data, vendor data,
-//! network configuration, password hash), and the passwords for registries of images. A record with
+//! network configuration, password hash, credentials), and the passwords for registries of images. A record with
 //! unopenable secrets counts as unreadable, because a guest without them would be set up
 //! differently.
 
@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-use prost::Message;
+use prost::{DecodeError, Message};
 use ring::{
     aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey},
     hmac,
@@ -23,7 +23,7 @@ use ring::{
 
 use super::{
     Error,
-    stored::{CloudInit, Snapshot, Vm},
+    stored::{CloudInit, Credential, Snapshot, Vm, VmSpec},
 };
 
 /// Length of the key in bytes.
@@ -119,10 +119,10 @@ impl Key {
     /// The record as it is written.
     pub(super) fn seal<R: Secretive>(&self, mut record: R) -> Result<Vec<u8>, Error> {
         let uid = record.uid().to_vec();
-        for init in record.inits() {
-            let secrets = Secrets::take(init);
-            if secrets != Secrets::default() {
-                init.sealed = self.close(&uid, secrets.encode_to_vec())?;
+        for holder in record.holders() {
+            let secrets = holder.take();
+            if !secrets.is_empty() {
+                *holder.sealed() = self.close(&uid, secrets)?;
             }
         }
         Ok(record.encode_to_vec())
@@ -131,14 +131,16 @@ impl Key {
     /// Puts the secrets of a record back where they belong.
     pub(super) fn open<R: Secretive>(&self, record: &mut R) -> Result<(), Error> {
         let uid = record.uid().to_vec();
-        for init in record.inits() {
-            let sealed = std::mem::take(&mut init.sealed);
+        for holder in record.holders() {
+            let sealed = std::mem::take(holder.sealed());
             if !sealed.is_empty() {
-                let secrets = self.opened(&uid, &sealed).ok_or_else(|| {
+                let opened = self
+                    .plain(&uid, &sealed)
+                    .and_then(|plain| holder.give(&plain).ok());
+                opened.ok_or_else(|| {
                     let reason = "they were sealed with another key, or are damaged: bring back the key (`secrets_key`) and restart vmmd";
                     Error::Failed("open the VM's secrets", reason.to_owned())
                 })?;
-                secrets.give(init);
             }
         }
         Ok(())
@@ -155,10 +157,6 @@ impl Key {
             .seal_in_place_append_tag(used, Aad::from(uid), &mut text)
             .map_err(failed)?;
         Ok([&[VERSION], nonce.as_slice(), &text].concat())
-    }
-
-    fn opened(&self, uid: &[u8], sealed: &[u8]) -> Option<Secrets> {
-        Secrets::decode(self.plain(uid, sealed)?.as_slice()).ok()
     }
 
     /// What was sealed; nothing when that was done with another key or for another record.
@@ -206,7 +204,23 @@ pub(super) trait Secretive: Message + Default {
     /// Identity of the record, as associated data: a secret of one record is invalid in another.
     fn uid(&self) -> &[u8];
     /// Where its secrets are.
-    fn inits(&mut self) -> Vec<&mut CloudInit>;
+    fn holders(&mut self) -> Vec<&mut dyn Holder>;
+}
+
+/// A part of a record with secrets.
+pub(super) trait Holder {
+    /// Removes the secrets and returns them encoded; empty when there are none.
+    fn take(&mut self) -> Vec<u8>;
+    /// Puts encoded secrets back.
+    fn give(&mut self, secrets: &[u8]) -> Result<(), DecodeError>;
+    /// The sealed secrets, in a written record.
+    fn sealed(&mut self) -> &mut Vec<u8>;
+}
+
+fn of_spec(spec: &mut VmSpec) -> impl Iterator<Item = &mut dyn Holder> {
+    let init = spec.cloud_init.iter_mut().map(|init| init as &mut dyn Holder);
+    let credentials = spec.credentials.iter_mut();
+    init.chain(credentials.map(|credential| credential as &mut dyn Holder))
 }
 
 impl Secretive for Vm {
@@ -214,10 +228,10 @@ impl Secretive for Vm {
         &self.uid
     }
 
-    fn inits(&mut self) -> Vec<&mut CloudInit> {
+    fn holders(&mut self) -> Vec<&mut dyn Holder> {
         let running = self.instance.as_mut().and_then(|instance| instance.spec.as_mut());
         let specs = [self.spec.as_mut(), running].into_iter().flatten();
-        specs.filter_map(|spec| spec.cloud_init.as_mut()).collect()
+        specs.flat_map(of_spec).collect()
     }
 }
 
@@ -226,15 +240,12 @@ impl Secretive for Snapshot {
         &self.uid
     }
 
-    fn inits(&mut self) -> Vec<&mut CloudInit> {
-        let spec = self.vm_spec.as_mut();
-        spec.and_then(|spec| spec.cloud_init.as_mut())
-            .into_iter()
-            .collect()
+    fn holders(&mut self) -> Vec<&mut dyn Holder> {
+        self.vm_spec.as_mut().into_iter().flat_map(of_spec).collect()
     }
 }
 
-/// What is sealed.
+/// Secrets of cloud-init.
 #[derive(Clone, PartialEq, prost::Message)]
 struct Secrets {
     #[prost(string, tag = "1")]
@@ -249,23 +260,59 @@ struct Secrets {
     vendor_data: String,
 }
 
-impl Secrets {
-    fn take(init: &mut CloudInit) -> Self {
-        Self {
-            user_data: std::mem::take(&mut init.user_data),
-            user_data_base64: std::mem::take(&mut init.user_data_base64),
-            password_hash: std::mem::take(&mut init.password_hash),
-            network_config: std::mem::take(&mut init.network_config),
-            vendor_data: std::mem::take(&mut init.vendor_data),
-        }
+impl Holder for CloudInit {
+    fn take(&mut self) -> Vec<u8> {
+        let secrets = Secrets {
+            user_data: std::mem::take(&mut self.user_data),
+            user_data_base64: std::mem::take(&mut self.user_data_base64),
+            password_hash: std::mem::take(&mut self.password_hash),
+            network_config: std::mem::take(&mut self.network_config),
+            vendor_data: std::mem::take(&mut self.vendor_data),
+        };
+        secrets.encode_to_vec()
     }
 
-    fn give(self, init: &mut CloudInit) {
-        init.user_data = self.user_data;
-        init.user_data_base64 = self.user_data_base64;
-        init.password_hash = self.password_hash;
-        init.network_config = self.network_config;
-        init.vendor_data = self.vendor_data;
+    fn give(&mut self, secrets: &[u8]) -> Result<(), DecodeError> {
+        let secrets = Secrets::decode(secrets)?;
+        self.user_data = secrets.user_data;
+        self.user_data_base64 = secrets.user_data_base64;
+        self.password_hash = secrets.password_hash;
+        self.network_config = secrets.network_config;
+        self.vendor_data = secrets.vendor_data;
+        Ok(())
+    }
+
+    fn sealed(&mut self) -> &mut Vec<u8> {
+        &mut self.sealed
+    }
+}
+
+/// Secrets of a credential.
+#[derive(Clone, PartialEq, prost::Message)]
+struct Content {
+    #[prost(string, tag = "1")]
+    value: String,
+    #[prost(string, tag = "2")]
+    value_base64: String,
+}
+
+impl Holder for Credential {
+    fn take(&mut self) -> Vec<u8> {
+        let content = Content {
+            value: std::mem::take(&mut self.value),
+            value_base64: std::mem::take(&mut self.value_base64),
+        };
+        content.encode_to_vec()
+    }
+
+    fn give(&mut self, secrets: &[u8]) -> Result<(), DecodeError> {
+        let content = Content::decode(secrets)?;
+        (self.value, self.value_base64) = (content.value, content.value_base64);
+        Ok(())
+    }
+
+    fn sealed(&mut self) -> &mut Vec<u8> {
+        &mut self.sealed
     }
 }
 
@@ -290,6 +337,11 @@ mod tests {
                 hostname: "web".into(),
                 ..Default::default()
             }),
+            credentials: vec![v1::Credential {
+                name: "a".into(),
+                value: "nobody-knows-this-value".into(),
+                ..Default::default()
+            }],
             ..Default::default()
         };
         VmRecord {
@@ -326,8 +378,7 @@ mod tests {
         other.uid = vec![2; 16];
         assert!(key.open(&mut other).is_err());
         let mut damaged = sealed;
-        let init = damaged.inits().pop().unwrap();
-        init.sealed.truncate(20);
+        damaged.holders().pop().unwrap().sealed().truncate(20);
         assert!(key.open(&mut damaged).is_err());
     }
 

@@ -166,3 +166,39 @@ async fn user_data_that_no_guest_knows_is_warned_of() {
         .unwrap();
     assert_eq!(daemon.events("UserDataUnknown").await.len(), 3);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn credentials_are_kept_and_shown_to_nobody() {
+    let mut daemon = Daemon::with_log("").await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.get_or_insert_default().credentials = vec![v1::Credential {
+        name: "token".into(),
+        value: "VERYSECRET".into(),
+        ..Default::default()
+    }];
+    let made = daemon.create(vm).await.unwrap();
+    let shown = made.spec.unwrap().credentials.remove(0);
+    assert_eq!((shown.name.as_str(), shown.value.as_str()), ("token", ""));
+    assert!(shown.value_digest.starts_with("hmac-sha256:"), "{shown:?}");
+    daemon.start_vm("web").await.unwrap();
+    daemon.kill_and_restart().await;
+    daemon.wait_phase("web", v1::VmPhase::Running).await;
+    // The VM as shown changes nothing; another value waits for the next start.
+    let mut shown = daemon.get("web").await.unwrap();
+    let generation = shown.metadata.clone().unwrap().generation;
+    shown.status = None;
+    let updated = daemon.send(shown.clone()).await.unwrap();
+    assert_eq!(updated.metadata.unwrap().generation, generation);
+    let credentials = &mut shown.spec.as_mut().unwrap().credentials;
+    credentials[0].value = "VERYSECRET, too".into();
+    credentials[0].value_digest.clear();
+    daemon.send(shown).await.unwrap();
+    let changes = daemon.get("web").await.unwrap().status.unwrap().pending_changes;
+    assert_eq!(changes.len(), 1);
+    let text = format!("{changes:?}");
+    assert!(
+        text.contains("hmac-sha256:") && !text.contains("VERYSECRET"),
+        "{text}"
+    );
+    assert_eq!(leaks(daemon.folder.path()), Vec::<String>::new());
+}

@@ -6,6 +6,7 @@ mod groups;
 pub mod guest;
 mod helpers;
 mod ipv6;
+mod metadata;
 mod packets;
 mod probes;
 mod reserved;

@@ -27,7 +27,7 @@ use rustix::{
 /// Number of the first passed descriptor in the child.
 pub const FIRST_FD: usize = 3;
 /// Most descriptors that can be passed.
-pub const MAX_FDS: usize = 9;
+pub const MAX_FDS: usize = 10;
 /// All descriptors are moved above this number before they get their own, so that none is overwritten by another.
 const PARKED: RawFd = 64;
 
@@ -38,7 +38,7 @@ pub struct Program<'a> {
     pub executable: BorrowedFd<'a>,
     /// Arguments with the program's name first.
     pub arguments: &'a [CString],
-    /// Descriptors it gets as 3, 4, …; at most 8.
+    /// Descriptors it gets as 3, 4, …; at most [`MAX_FDS`].
     pub fds: &'a [BorrowedFd<'a>],
     /// Target of stdout; the log when `None`.
     pub output: Option<BorrowedFd<'a>>,

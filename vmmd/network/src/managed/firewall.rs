@@ -200,6 +200,7 @@ mod tests {
             address: Some([10, 80, 0, 2].into()),
             address6: None,
             published: Vec::new(),
+            metadata: false,
             firewall,
             subnets: Vec::new(),
             groups: groups.iter().map(|name| (*name).to_owned()).collect(),

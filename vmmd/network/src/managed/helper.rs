@@ -42,12 +42,17 @@ use vmmd_host::{
     sys::clone::{self, Child, Network, Program},
 };
 
+use super::metadata;
 use crate::netd::{
-    Table, open_dhcp6, open_routers,
+    Table,
+    metadata::PORT,
+    open_dhcp6, open_routers,
     report::{self, Declined},
     server::TABLE,
 };
 
+/// Hop limit of the metadata service: its answers reach the guest, and no container behind it.
+const METADATA_TTL: u32 = 1;
 /// Ports of DHCP and DNS servers.
 const DHCP: u16 = 67;
 const DNS: u16 = 53;
@@ -200,7 +205,8 @@ pub fn write_table(folder: &Path, table: &Table) -> io::Result<()> {
     replace(&path, &text, 0o644)
 }
 
-fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+/// Replaces a file as a whole.
+pub fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let new = path.with_extension("new");
     fault::step("write a helper's file");
     fs::write(&new, content)?;
@@ -278,6 +284,9 @@ pub fn ensure(
     }
     let claim = ledger.claim("the helper of a network");
     let claim = claim.map_err(|failure| io::Error::other(failure.message))?;
+    if served.table.has_metadata() {
+        metadata::prepare(served.folder, claim.user())?;
+    }
     let child = start(served, claim.user(), parent)?;
     let pid = i32::try_from(child.pid()).unwrap_or(0);
     let server = Server {
@@ -394,6 +403,9 @@ fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::
     let mut sockets = Vec::new();
     if let Some(ipv4) = ipv4 {
         sockets.push(socket(name, (Ipv4Addr::UNSPECIFIED, DHCP).into())?);
+        if served.table.has_metadata() {
+            sockets.push(metadata_service(name, ipv4.gateway)?);
+        }
         sockets.extend(name_servers(name, ipv4.gateway.into())?);
     }
     if let Some(ipv6) = ipv6 {
@@ -517,6 +529,20 @@ fn name_servers(bridge: &str, gateway: IpAddr) -> io::Result<[Socket; 2]> {
     let open = || Ok([socket(bridge, address)?, listener(bridge, address)?]);
     open().map_err(|error: io::Error| {
         let message = format!("port {DNS} of {gateway}, which a name server of the node may have: {error}");
+        io::Error::new(error.kind(), message)
+    })
+}
+
+/// The socket of the metadata service at an address of the bridge.
+fn metadata_service(bridge: &str, gateway: Ipv4Addr) -> io::Result<Socket> {
+    let open = || {
+        let socket = listener(bridge, (gateway, PORT).into())?;
+        // Connections inherit it.
+        socket.set_ttl_v4(METADATA_TTL)?;
+        Ok(socket)
+    };
+    open().map_err(|error: io::Error| {
+        let message = format!("port {PORT} of {gateway}, which a program of the node may have: {error}");
         io::Error::new(error.kind(), message)
     })
 }

@@ -122,6 +122,7 @@ impl Networks {
             subnets: request.access.subnets.iter().map(ToString::to_string).collect(),
             groups: request.access.groups.iter().map(ToString::to_string).collect(),
             retention_ms: None,
+            metadata: request.metadata,
         };
         let taken = |other: &LeaseRecord| {
             other.is_of(vm, request.nic) || address.is_some() && other.address == lease.address
@@ -167,6 +168,7 @@ impl Networks {
             mac,
             address: lease.ip(),
             access,
+            metadata: lease.metadata,
             plugged: true,
         };
         self.free(host, &mut turn, network, &request).await;

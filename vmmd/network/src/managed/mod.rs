@@ -19,6 +19,7 @@ mod firewall;
 pub(crate) mod helper;
 mod lease;
 mod listening;
+pub(crate) mod metadata;
 mod neighbors;
 mod netlink;
 pub(crate) mod nft;
@@ -152,6 +153,8 @@ pub struct Request<'a> {
     pub address: Option<Ipv4Addr>,
     /// Connections of its guest.
     pub access: &'a Access,
+    /// Its guest may use the metadata service.
+    pub metadata: bool,
     /// The machine of its VM runs: its other NICs keep their addresses.
     pub plugged: bool,
 }

@@ -30,6 +30,7 @@ use super::{
     filter::Filter,
     folder,
     helper::{self, Served},
+    metadata,
     neighbors::{self, Obstacle},
     plan::{self, Found, Step, Wanted},
     routes,
@@ -622,6 +623,7 @@ pub(super) fn port(network: &rules::Network, lease: &LeaseRecord) -> Option<Port
         firewall: firewall(lease),
         subnets: routes::subnets(lease).collect(),
         groups: lease.groups.clone(),
+        metadata: lease.metadata,
     })
 }
 
@@ -656,6 +658,7 @@ fn table(
             address6: spec.net6.and_then(|net| Some(net.of(lease.mac()?))),
             name: lease.vm_name.clone(),
             primary: !secondary.contains(&(lease.vm.clone(), lease.nic.clone())),
+            metadata: lease.metadata.then(|| metadata::name(&lease.vm)),
         };
         Some((lease.mac()?.to_string(), host))
     });

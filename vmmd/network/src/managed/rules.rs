@@ -7,7 +7,8 @@
 //!   networks that are not routed.
 //! - *input*: traffic from guests to the node itself: DHCP, and DNS queries and pings of the
 //!   gateway.
-//! - *source*, *published*, *local*: address translation.
+//! - *source*, *published*, *local*: address translation. Connections to the metadata service of
+//!   guests that may use it lead to the helper of their network.
 //! - *egress*, *ingress* (of the bridge): the connections that a guest with a firewall may open,
 //!   and that others may open to it ([`firewall`]).
 //! - *strangers* (of the bridge): other ports of a network's bridge cannot send to its guests.
@@ -31,6 +32,7 @@ use vmmd_spec::{
 };
 
 use super::firewall::{self, Chains};
+use crate::netd::metadata::PORT;
 
 /// The tables' name.
 pub const TABLE: &str = "vmmd";
@@ -75,6 +77,8 @@ pub struct Port {
     pub subnets: Vec<Addresses>,
     /// Names of its security groups.
     pub groups: Vec<String>,
+    /// Its guest may use the metadata service.
+    pub metadata: bool,
 }
 
 /// Family of a table.
@@ -139,6 +143,8 @@ impl Network {
             let gateway = || Field::Ip(gateway.into());
             all.push(plain(Inet, "gateways", vec![gateway()]));
             all.push(plain(Inet, "gateway4", vec![bridge(), gateway()]));
+            let helper = Data::Fields(vec![gateway(), Field::Port(PORT)]);
+            all.push(with(Inet, "metadata", vec![bridge()], helper));
         }
         let mut verdict = |map, data| all.push(with(Inet, map, vec![bridge()], data));
         match self.mode {
@@ -190,6 +196,11 @@ impl Network {
             let set = if address.is_ipv6() { "inside6" } else { "inside4" };
             let bridge = Field::Interface(self.bridge.clone());
             all.push(plain(Family::Inet, set, vec![Field::Ip(address), bridge]));
+            if port.metadata && address.is_ipv4() {
+                let bridge = Field::Interface(self.bridge.clone());
+                let key = vec![Field::Ip(address), bridge];
+                all.push(plain(Family::Inet, "metadata4", key));
+            }
             if self.mode == NetworkMode::Nat {
                 translate(address, &port.published, &mut all);
             }

@@ -26,8 +26,8 @@ use super::streams;
 
 /// Address space in bytes: the program, and the largest table twice over.
 const MEMORY: u64 = 1 << 30;
-/// Open descriptors: 48 sockets for name servers, 64 connections of guests, and those of a network.
-const DESCRIPTORS: u64 = 160;
+/// Open descriptors: 48 sockets for name servers, 64 connections of guests for DNS and 32 for metadata, and those of a network.
+const DESCRIPTORS: u64 = 192;
 
 /// Calls that may have any arguments: packets, the clock, the allocator, log lines, and the end.
 const CALLS: [libc::c_long; 30] = [

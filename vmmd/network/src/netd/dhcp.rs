@@ -10,7 +10,7 @@ use dhcproto::{
 };
 use vmmd_spec::nic::Mac;
 
-use super::{Host, Ipv4, Table, report::Declined};
+use super::{Host, Ipv4, Table, metadata, report::Declined};
 
 /// Port of clients.
 const CLIENT: u16 = 68;
@@ -249,8 +249,16 @@ fn options((table, ipv4): (&Table, &Ipv4), host: &Host, message: &mut Message) {
     let mut raw = |code: u8, value: Vec<u8>| {
         options.insert(DhcpOption::Unknown(UnknownOption::new(code.into(), value)));
     };
-    if !ipv4.routes.is_empty() {
-        raw(OptionCode::ClasslessStaticRoute.into(), routes(ipv4, has_way_out));
+    let own = ipv4.routes.iter().map(|route| (route.to, route.via));
+    // A guest without a default route reaches the metadata service, too.
+    let metadata = host
+        .metadata
+        .iter()
+        .map(|_| ((metadata::ADDRESS, 32), ipv4.gateway));
+    let all: Vec<_> = own.chain(metadata).collect();
+    if !all.is_empty() {
+        let default = has_way_out.then_some(ipv4.gateway);
+        raw(OptionCode::ClasslessStaticRoute.into(), routes(&all, default));
     }
     for option in &ipv4.options {
         if let Ok(code) = u8::try_from(option.code) {
@@ -260,7 +268,7 @@ fn options((table, ipv4): (&Table, &Ipv4), host: &Host, message: &mut Message) {
 }
 
 /// Value of the option of classless static routes (RFC 3442). A client that takes it ignores the option of routers.
-fn routes(ipv4: &Ipv4, with_default: bool) -> Vec<u8> {
+fn routes(routes: &[((Ipv4Addr, u8), Ipv4Addr)], default: Option<Ipv4Addr>) -> Vec<u8> {
     let mut value = Vec::new();
     let mut add = |to: Ipv4Addr, prefix: u8, via: Ipv4Addr| {
         let significant = usize::from(prefix.div_ceil(8));
@@ -268,12 +276,11 @@ fn routes(ipv4: &Ipv4, with_default: bool) -> Vec<u8> {
         value.extend(to.octets().iter().take(significant));
         value.extend(via.octets());
     };
-    for route in &ipv4.routes {
-        let (to, prefix) = route.to;
-        add(to, prefix, route.via);
+    for ((to, prefix), via) in routes {
+        add(*to, *prefix, *via);
     }
-    if with_default {
-        add(Ipv4Addr::UNSPECIFIED, 0, ipv4.gateway);
+    if let Some(gateway) = default {
+        add(Ipv4Addr::UNSPECIFIED, 0, gateway);
     }
     value
 }
@@ -329,6 +336,7 @@ pub mod tests {
                     address6: Some("fd00:80::5054:ff:fe00:1".parse().unwrap()),
                     name: "web".into(),
                     primary: true,
+                    metadata: None,
                 },
             )]),
         }

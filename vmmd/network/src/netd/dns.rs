@@ -555,6 +555,7 @@ pub mod tests {
                 address6: Some(Ipv6Addr::from(u128::from(number))),
                 name: "web".into(),
                 primary: true,
+                metadata: None,
             };
             table.hosts.insert(format!("52:54:00:00:01:{number:02x}"), host);
         }

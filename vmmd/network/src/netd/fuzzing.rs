@@ -26,6 +26,9 @@ use super::{
     ra::{self, PAUSE, PERIOD, Schedule},
 };
 
+/// A request to the metadata service.
+pub use super::metadata::fuzz as metadata_request;
+
 /// A common network, and one whose names and lists are as long as they may be.
 static TABLES: LazyLock<[Table; 2]> = LazyLock::new(|| {
     let common = table("lan", &["web", "db", "db"]);
@@ -72,6 +75,7 @@ fn table(network: &str, vms: &[impl AsRef<str>]) -> Table {
             )),
             name: name.as_ref().to_owned(),
             primary: true,
+            metadata: None,
         };
         (dhcp::mac(&[0x52, 0x54, 0, 0, 0, number]), host)
     });

@@ -1,4 +1,4 @@
-//! DHCP (RFC 2131), DNS (RFC 1035) and router advertisements (RFC 4861) for the VMs of a network.
+//! DHCP (RFC 2131), DNS (RFC 1035), router advertisements (RFC 4861) and metadata for the VMs of a network.
 //!
 //! The daemon assigns the addresses of NICs; a helper only answers clients. Each network has a
 //! helper process ([`server`]) with sockets on the bridge and no rights. It reads a [`Table`] that
@@ -11,6 +11,7 @@ mod dns;
 mod forward;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+pub mod metadata;
 mod ra;
 pub mod report;
 pub mod server;

@@ -1,4 +1,4 @@
-//! The process that answers the DHCP and DNS clients of one network, and its IPv6 hosts.
+//! The process that answers the DHCP, DNS and metadata clients of one network, and its IPv6 hosts.
 //!
 //! The daemon starts it with sockets that are bound to the bridge and with the folder that the daemon writes the table to. It gives up
 //! all rights ([`confine`](super::confine)) before it reads the first packet, and lives until it is killed.
@@ -32,7 +32,7 @@ use super::{
     dhcp, dhcp6,
     dns::{self, Verdict, Way},
     forward::{Answer, Forwarder},
-    ra,
+    metadata, ra,
     report::{self, Declined},
     streams::{self, Streams},
 };
@@ -66,11 +66,16 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     // The addresses of the network never change.
     let table = openat(&folder, TABLE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
     let table = table.context("open the table").and_then(|file| read(file.into()));
-    let Table { ipv4, ipv6, .. } = table.context("read the table of the network")?;
-    let (mut dhcp, mut dhcp6, mut routers) = (None, None, None);
+    let table = table.context("read the table of the network")?;
+    let has_metadata = table.has_metadata();
+    let Table { ipv4, ipv6, .. } = table;
+    let (mut dhcp, mut dhcp6, mut routers, mut metadata) = (None, None, None, None);
     let (mut dns, mut listeners) = ([None, None], Vec::new());
     if ipv4.is_some() {
         dhcp = Some(UdpSocket::from(take("the socket for DHCP")?));
+        if has_metadata {
+            metadata = Some(TcpListener::from(take("the socket for metadata")?));
+        }
     }
     let families = dns.iter_mut().zip([ipv4.is_some(), ipv6.is_some()]);
     for (dns, _) in families.filter(|(_, is_served)| *is_served) {
@@ -89,6 +94,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         dhcp6,
         dns,
         streams: streams.context("open sockets for name servers by TCP")?,
+        metadata: metadata::Service::open(metadata, metadata::FOLDER).context("make a key for tokens")?,
         routers,
         schedule: ra::Schedule::default(),
         reports,
@@ -119,7 +125,7 @@ enum Source {
     Dns(usize),
     /// A socket for name servers, by its place.
     Server(usize),
-    /// Any connection for DNS by TCP.
+    /// Any connection by TCP.
     Streams,
 }
 
@@ -141,6 +147,7 @@ struct Server {
     dns: [Option<UdpSocket>; 2],
     forwarder: Forwarder,
     streams: Streams,
+    metadata: metadata::Service,
     tables: Tables,
     packet: Vec<u8>,
 }
@@ -166,11 +173,13 @@ impl Server {
         let now = Instant::now();
         let answers = self.forwarder.expire(now);
         self.answer_all(answers);
-        let is_due = self.streams.deadline().is_some_and(|deadline| deadline <= now);
+        let deadlines = [self.streams.deadline(), self.metadata.deadline()];
+        let is_due = deadlines.into_iter().flatten().any(|deadline| deadline <= now);
         if (ready.contains(&Source::Streams) || is_due)
             && let Some(table) = self.tables.current()
         {
             self.streams.turn(table, now);
+            self.metadata.turn(table, now);
         }
         Ok(())
     }
@@ -203,9 +212,15 @@ impl Server {
             }
         }
         self.streams.watch(&mut watched);
+        self.metadata.watch(&mut watched);
         let tells = self.routers.as_ref();
         let tells = tells.map(|_| self.schedule.due().unwrap_or_else(Instant::now));
-        let deadlines = [self.forwarder.deadline(), self.streams.deadline(), tells];
+        let deadlines = [
+            self.forwarder.deadline(),
+            self.streams.deadline(),
+            self.metadata.deadline(),
+            tells,
+        ];
         let left = deadlines.into_iter().flatten().min().map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());
             // A moment more, so that the deadline is over then.
@@ -216,7 +231,7 @@ impl Server {
             Err(errno) => return Err(errno.into()),
         }
         let mut ready = Vec::new();
-        // Those of the streams are the last ones.
+        // Those of connections by TCP are the last ones.
         let all = sources.into_iter().chain(std::iter::repeat(Source::Streams));
         for (socket, source) in watched.iter().zip(all) {
             if !socket.revents().is_empty() {
@@ -477,6 +492,7 @@ mod tests {
             address6: Some([0xff; 16].into()),
             name: "n".repeat(63),
             primary: false,
+            metadata: None,
         };
         let mut table = table();
         table.hosts.clear();

@@ -43,6 +43,11 @@ pub struct Table {
 }
 
 impl Table {
+    /// Whether the helper has the metadata service. The helper of a VM in a pod lacks it.
+    pub fn has_metadata(&self) -> bool {
+        !self.network.is_empty() && self.ipv4.is_some()
+    }
+
     /// Domains in which guests look names up, their own one first, without a dot at the end.
     pub fn domains(&self) -> Vec<String> {
         match self.zones().next() {
@@ -144,6 +149,9 @@ pub struct Host {
     /// The VM's default route leads over this NIC.
     #[serde(default = "yes")]
     pub primary: bool,
+    /// Name of the file with the documents of the VM, if the NIC has the metadata service.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<String>,
 }
 
 fn yes() -> bool {

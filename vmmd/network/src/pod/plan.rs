@@ -78,6 +78,7 @@ pub fn table(
         address6: has_ipv6.then_some(addresses.guest6),
         name: end.name.clone(),
         primary: true,
+        metadata: None,
     };
     let mask = Ipv4Addr::from(u32::MAX << (32 - u32::from(PREFIX)));
     Table {

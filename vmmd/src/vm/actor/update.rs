@@ -233,11 +233,7 @@ impl Actor {
 
     /// Puts back what clients are not shown.
     fn with_secrets(&self, vm: &mut v1::Vm) -> Result<(), Failure> {
-        let present = self
-            .record
-            .spec
-            .as_ref()
-            .and_then(|spec| spec.cloud_init.as_ref());
+        let present = self.record.spec.as_ref();
         match &mut vm.spec {
             Some(spec) => Ok(secret::restore(spec, present, self.host.store.key())?),
             None => Ok(()),

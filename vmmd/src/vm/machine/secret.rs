@@ -1,4 +1,4 @@
-//! Secrets of a spec: contents for the guest's cloud-init. Answers show their digests instead. A client that sends a digest back keeps the content.
+//! Secrets of a spec: contents for the guest's cloud-init, and its credentials. Answers show their digests instead. A client that sends a digest back keeps the content.
 //!
 //! A viewer may know all of a content except a password in it. The digests of answers are made with the node's key, so that a guess cannot be tested
 //! against them.
@@ -9,12 +9,15 @@ use vmmd_api::v1;
 use vmmd_spec::{
     Violations,
     cloud_init::user_data,
+    credential,
     image::{checksum, checksum_text},
 };
 use vmmd_store::Key;
 
 /// Before a digest that was made with the node's key.
 const KEYED: &str = "hmac-";
+/// Begin of the paths of credentials.
+const CREDENTIALS: &str = "spec.credentials[";
 
 /// A secret of cloud-init.
 struct Secret {
@@ -72,16 +75,42 @@ pub fn shown(spec: Option<&v1::VmSpec>, key: &Key) -> Option<v1::VmSpec> {
 
 /// A value of a redacted spec as answers have it.
 pub fn shown_value(path: &str, value: Json, key: &Key) -> Json {
+    let of_digest = |digest: &str| {
+        let hash = checksum(digest);
+        hash.map_or(Json::Null, |hash| keyed(&hash, key).into())
+    };
+    let is_secret = ["spec.cloudInit.", CREDENTIALS]
+        .iter()
+        .any(|start| path.starts_with(start));
     match value {
-        Json::String(digest) if path.starts_with("spec.cloudInit.") && path.ends_with("Digest") => {
-            let hash = checksum(&digest);
-            hash.map_or(Json::Null, |hash| keyed(&hash, key).into())
+        Json::String(digest) if is_secret && path.ends_with("Digest") => of_digest(&digest),
+        // A credential that was added or removed.
+        Json::Object(mut fields) if path.starts_with(CREDENTIALS) => {
+            if let Some(Json::String(digest)) = fields.get_mut("valueDigest") {
+                *digest = match of_digest(digest) {
+                    Json::String(keyed) => keyed,
+                    _ => String::new(),
+                };
+            }
+            Json::Object(fields)
         }
         value => value,
     }
 }
 
 fn digests(spec: &mut v1::VmSpec, digest: impl Fn(&[u8]) -> String) {
+    for credential in &mut spec.credentials {
+        let content = credential_content(credential);
+        *credential = v1::Credential {
+            name: std::mem::take(&mut credential.name),
+            value_digest: if content.is_empty() {
+                String::new()
+            } else {
+                digest(&content)
+            },
+            ..v1::Credential::default()
+        };
+    }
     let Some(init) = &mut spec.cloud_init else {
         return;
     };
@@ -92,6 +121,11 @@ fn digests(spec: &mut v1::VmSpec, digest: impl Fn(&[u8]) -> String) {
         }
         (secret.put)(init, &v1::CloudInit::default());
     }
+}
+
+/// The bytes that the guest gets. Content that cannot be decoded is refused by the validation.
+fn credential_content(wire: &v1::Credential) -> Vec<u8> {
+    credential::content(wire).unwrap_or_default()
 }
 
 /// The keyed digest of a content with this SHA-256.
@@ -105,7 +139,7 @@ fn keyed(hash: &[u8], key: &Key) -> String {
 /// # Errors
 ///
 /// Digests of something else.
-pub fn restore(spec: &mut v1::VmSpec, present: Option<&v1::CloudInit>, key: &Key) -> Result<(), Violations> {
+pub fn restore(spec: &mut v1::VmSpec, present: Option<&v1::VmSpec>, key: &Key) -> Result<(), Violations> {
     give_back(spec, present, |content, digest| {
         let hash = Sha256::digest(content);
         digest == keyed(&hash, key) || digest == checksum_text(&hash)
@@ -123,30 +157,46 @@ pub fn refuse_digests(spec: &mut v1::VmSpec) -> Result<(), Violations> {
 
 fn give_back(
     spec: &mut v1::VmSpec,
-    present: Option<&v1::CloudInit>,
+    present: Option<&v1::VmSpec>,
     is_of: impl Fn(&[u8], &str) -> bool,
 ) -> Result<(), Violations> {
     let mut found = Violations::default();
-    let Some(init) = &mut spec.cloud_init else {
-        return Ok(());
-    };
-    let none = v1::CloudInit::default();
-    let present = present.unwrap_or(&none);
-    for secret in SECRETS {
-        let digest = std::mem::take((secret.digest)(init));
-        if digest.is_empty() {
-            continue;
-        }
-        let given = (secret.content)(init);
-        let content = match given.is_empty() {
-            true => (secret.content)(present),
-            false => given,
-        };
-        if content.is_empty() || !is_of(&content, &digest) {
+    // Whether the present content has to be taken.
+    let mut takes = |field: String, digest: &str, given: &[u8], present: &[u8]| {
+        let content = if given.is_empty() { present } else { given };
+        let right = digest.is_empty() || !content.is_empty() && is_of(content, digest);
+        if !right {
             let problem = "is not that of what the VM has: give the content itself";
-            found.add(format_args!("spec.cloudInit.{}Digest", secret.field), problem);
-        } else if (secret.content)(init).is_empty() {
-            (secret.put)(init, present);
+            found.add(field, problem);
+        }
+        right && !digest.is_empty() && given.is_empty()
+    };
+    if let Some(init) = &mut spec.cloud_init {
+        let none = v1::CloudInit::default();
+        let present = present.and_then(|spec| spec.cloud_init.as_ref()).unwrap_or(&none);
+        for secret in SECRETS {
+            let digest = std::mem::take((secret.digest)(init));
+            let field = format!("spec.cloudInit.{}Digest", secret.field);
+            if takes(
+                field,
+                &digest,
+                &(secret.content)(init),
+                &(secret.content)(present),
+            ) {
+                (secret.put)(init, present);
+            }
+        }
+    }
+    let present = present.map_or(&[][..], |spec| &spec.credentials);
+    for (index, credential) in spec.credentials.iter_mut().enumerate() {
+        let digest = std::mem::take(&mut credential.value_digest);
+        let field = format!("spec.credentials[{index}].valueDigest");
+        let same = present.iter().find(|present| present.name == credential.name);
+        let content = same.map(credential_content).unwrap_or_default();
+        if takes(field, &digest, &credential_content(credential), &content)
+            && let Some(same) = same
+        {
+            credential.clone_from(same);
         }
     }
     found.or(())
@@ -188,15 +238,15 @@ mod tests {
         }
         assert!(text.contains("web"));
         let mut back = shown.clone();
-        restore(&mut back, whole.cloud_init.as_ref(), &key()).unwrap();
+        restore(&mut back, Some(&whole), &key()).unwrap();
         assert_eq!(back, whole);
         let mut of_another_node = shown.clone();
         let other = Key::of(&[8; 32]);
-        assert!(restore(&mut of_another_node, whole.cloud_init.as_ref(), &other).is_err());
+        assert!(restore(&mut of_another_node, Some(&whole), &other).is_err());
         // A client that has the content may say which one it means.
         let mut plain = whole.clone();
         redact(&mut plain);
-        restore(&mut plain, whole.cloud_init.as_ref(), &key()).unwrap();
+        restore(&mut plain, Some(&whole), &key()).unwrap();
         assert_eq!(plain, whole);
         assert!(refuse_digests(&mut shown.clone()).is_err());
         refuse_digests(&mut whole.clone()).unwrap();
@@ -217,8 +267,56 @@ mod tests {
             user_data: "#!/bin/sh\n".into(),
             ..Default::default()
         });
-        restore(&mut new, whole.cloud_init.as_ref(), &key()).unwrap();
+        restore(&mut new, Some(&whole), &key()).unwrap();
         assert_eq!(new.cloud_init.unwrap().user_data, "#!/bin/sh\n");
+    }
+
+    #[test]
+    fn credentials_are_shown_as_digests_and_come_back_by_name() {
+        let credential = |name: &str, value: &str| v1::Credential {
+            name: name.into(),
+            value: value.into(),
+            ..Default::default()
+        };
+        let whole = v1::VmSpec {
+            credentials: vec![
+                credential("a", "SECRET-1"),
+                v1::Credential {
+                    value_base64: "AAE=".into(),
+                    ..credential("b", "")
+                },
+                credential("empty", ""),
+            ],
+            ..Default::default()
+        };
+        let shown = super::shown(Some(&whole), &key()).unwrap();
+        let text = format!("{shown:?}");
+        assert!(!text.contains("SECRET") && !text.contains("AAE="), "{text}");
+        let mut back = shown.clone();
+        back.credentials.reverse();
+        restore(&mut back, Some(&whole), &key()).unwrap();
+        back.credentials.reverse();
+        assert_eq!(back, whole);
+        assert!(refuse_digests(&mut shown.clone()).is_err());
+        // The digest of one credential is not that of another.
+        let mut swapped = shown.clone();
+        swapped.credentials[0].name = "b".into();
+        swapped.credentials.truncate(1);
+        let refused = restore(&mut swapped, Some(&whole), &key()).unwrap_err();
+        assert_eq!(refused.0[0].field, "spec.credentials[0].valueDigest");
+
+        let mut redacted = whole;
+        redact(&mut redacted);
+        let value = serde_json::to_value(&redacted.credentials[0]).unwrap();
+        let added = shown_value("spec.credentials[a]", value.clone(), &key());
+        let digest = shown.credentials[0].value_digest.as_str();
+        assert_eq!(added["valueDigest"], digest);
+        let changed = shown_value(
+            "spec.credentials[a].valueDigest",
+            value["valueDigest"].clone(),
+            &key(),
+        );
+        assert_eq!(changed, digest);
     }
 
     #[test]

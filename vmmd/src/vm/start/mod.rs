@@ -279,17 +279,18 @@ fn disk_job(
     })
 }
 
-/// Removes a run's files and cgroup from the node, and its network from its pod. Its process must have ended.
+/// Removes a run's files, metadata and cgroup from the node, and its network from its pod. Its process must have ended.
 pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
     host.logs.forget(uid);
     let pod = vmmd_network::close_pod(host.for_networks(), uid);
+    let metadata = vmmd_network::withdraw_metadata(host.for_networks(), uid);
     let runtime = RuntimeDir::of(&host.config, uid).remove();
     let group = host.cgroups.as_ref().map_or(Ok(()), |parent| {
         let cleared = parent.group(uid).clear();
         parent.place(uid, None);
         cleared
     });
-    runtime.and(group).and(pod)
+    runtime.and(group).and(metadata).and(pod)
 }
 
 async fn run(
@@ -327,6 +328,11 @@ async fn run(
         let end = machine::nic_end(uid, &hardware, nic.name.as_str());
         let end = end.ok_or_else(|| Failure::internal(format!("no slot of NIC \"{}\"", nic.name)))?;
         taps.push(vmmd_network::open_tap(host.for_networks(), uid, &name, index, nic, end).await?);
+        if let (true, Some(instance), vm::Attachment::Network { name, .. }) =
+            (nic.metadata, &checked.metadata, &nic.attachment)
+        {
+            vmmd_network::publish_metadata(host.for_networks(), name.as_str(), uid, instance)?;
+        }
     }
     let runtime = RuntimeDir::of(&host.config, uid);
     let (client, notices) = Client::connect(&runtime.control())
@@ -358,6 +364,7 @@ async fn run(
         swtpm,
         limits: _,
         clock_offsets,
+        metadata: _,
         replaced: _replaced,
     } = checked;
     let Made {

@@ -19,6 +19,7 @@ use vmmd_host::{
     failure::Failure,
     fault, lock,
 };
+use vmmd_network::netd::metadata::Instance;
 use vmmd_spec::{cloud_init::CloudInit, nic::Mac, vm::VmSpec};
 use vmmd_store::Hardware;
 
@@ -45,6 +46,8 @@ pub(super) struct Checked {
     pub(super) limits: Limits,
     /// Difference of the real-time clock to UTC.
     pub(super) clock_offsets: Vec<ClockOffset>,
+    /// Documents for the guest's metadata service, of a VM with a NIC that has it.
+    pub(super) metadata: Option<Instance>,
     /// Images that the machine does not get: they stay locked until it runs with others.
     pub(super) replaced: Vec<OwnedFd>,
 }
@@ -93,17 +96,15 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         host.cpus.check(needed.iter().map(String::as_str))?;
     }
     let nics = nics(plan);
-    let seed = || {
-        let none = CloudInit::default();
-        let seed = Seed {
-            init: spec.cloud_init.as_ref().unwrap_or(&none),
-            uid,
-            name: &plan.record.name,
-            nics: &nics,
-            shares: &spec.shares,
-        };
-        seed.make()
+    let none = CloudInit::default();
+    let documents = Seed {
+        init: spec.cloud_init.as_ref().unwrap_or(&none),
+        uid,
+        name: &plan.record.name,
+        nics: &nics,
+        shares: &spec.shares,
     };
+    let seed = || documents.make();
     let (files, known) = if plan.comes() {
         // The source has checked the images' content.
         let any = files::any_of_disks(spec);
@@ -140,6 +141,11 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         swtpm,
         limits,
         clock_offsets,
+        metadata: spec
+            .nics
+            .iter()
+            .any(|nic| nic.metadata)
+            .then(|| documents.instance()),
         replaced: Vec::new(),
     })
 }

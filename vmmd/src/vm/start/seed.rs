@@ -11,6 +11,7 @@ use std::{
 
 use rustix::fs::{MemfdFlags, memfd_create};
 use uuid::Uuid;
+use vmmd_network::netd::metadata::{Document, Instance};
 use vmmd_spec::{cloud_init::CloudInit, nic::Mac, share::Share};
 
 use super::{iso, vendor};
@@ -36,15 +37,31 @@ pub struct Seed<'a> {
 }
 
 impl Seed<'_> {
+    /// The documents for the metadata service.
+    pub fn instance(&self) -> Instance {
+        let documents = self.files().into_iter();
+        Instance {
+            instance_id: self.instance_id(),
+            hostname: self.hostname(),
+            public_keys: self.init.ssh_authorized_keys.clone(),
+            documents: documents
+                .map(|(name, content)| (name.to_owned(), Document(content)))
+                .collect(),
+        }
+    }
+
+    fn instance_id(&self) -> String {
+        or(&self.init.instance_id, || self.uid.to_string())
+    }
+
+    fn hostname(&self) -> String {
+        or(&self.init.hostname, || self.name.to_owned())
+    }
+
     /// The files of the seed.
     fn files(&self) -> Vec<(&'static str, Vec<u8>)> {
         let init = self.init;
-        let or = |given: &String, other: String| match given.is_empty() {
-            true => other,
-            false => given.clone(),
-        };
-        let instance = scalar(&or(&init.instance_id, self.uid.to_string()));
-        let hostname = scalar(&or(&init.hostname, self.name.to_owned()));
+        let (instance, hostname) = (scalar(&self.instance_id()), scalar(&self.hostname()));
         let mut meta = format!("instance-id: {instance}\nlocal-hostname: {hostname}\n");
         if !init.ssh_authorized_keys.is_empty() {
             meta.push_str("public-keys:\n");
@@ -66,7 +83,7 @@ impl Seed<'_> {
         if !vendor_data.is_empty() {
             files.push(("vendor-data", vendor_data.into_bytes()));
         }
-        let network = or(&init.network_config, self.network());
+        let network = or(&init.network_config, || self.network());
         if !network.is_empty() {
             files.push(("network-config", network.into_bytes()));
         }
@@ -96,6 +113,13 @@ impl Seed<'_> {
         let mut memory = File::from(memfd_create("cloud-init", MemfdFlags::CLOEXEC)?);
         memory.write_all(&iso::image(LABEL, &self.files(), SIZE))?;
         Ok(File::open(format!("/proc/self/fd/{}", memory.as_raw_fd()))?.into())
+    }
+}
+
+fn or(given: &str, other: impl FnOnce() -> String) -> String {
+    match given.is_empty() {
+        true => other(),
+        false => given.to_owned(),
     }
 }
 

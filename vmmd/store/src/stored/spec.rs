@@ -47,6 +47,8 @@ stored! {
         pod: Option<PodSpec>,
         #[prost(message, optional, tag = "32")]
         tpm: Option<TpmSpec>,
+        #[prost(message, repeated, tag = "34")]
+        credentials: Vec<Credential>,
         #[prost(message, optional, tag = "40")]
         probes: Option<ProbesSpec>,
     }
@@ -57,6 +59,55 @@ stored! {
     PodSpec of v1::PodSpec {
         #[prost(string, tag = "1")]
         uid: String,
+    }
+}
+
+/// A credential for the guest. The written record has its content in `sealed`
+/// ([`seal`](crate::seal)).
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct Credential {
+    #[prost(string, tag = "1")]
+    pub name: String,
+    #[prost(string, tag = "2")]
+    pub value: String,
+    #[prost(string, tag = "3")]
+    pub value_base64: String,
+    #[prost(bytes = "vec", tag = "100")]
+    pub sealed: Vec<u8>,
+}
+
+impl Mirror<Credential> for v1::Credential {
+    fn mirror(self) -> Credential {
+        let v1::Credential {
+            name,
+            value,
+            value_base64,
+            // A record has the content itself.
+            value_digest: _,
+        } = self;
+        Credential {
+            name,
+            value,
+            value_base64,
+            sealed: Vec::new(),
+        }
+    }
+}
+
+impl Mirror<v1::Credential> for Credential {
+    fn mirror(self) -> v1::Credential {
+        let Credential {
+            name,
+            value,
+            value_base64,
+            sealed: _,
+        } = self;
+        v1::Credential {
+            name,
+            value,
+            value_base64,
+            value_digest: String::new(),
+        }
     }
 }
 
@@ -389,6 +440,8 @@ stored! {
         routed_subnets: Vec<String>,
         #[prost(string, repeated, tag = "25")]
         security_groups: Vec<String>,
+        #[prost(bool, tag = "27")]
+        metadata: bool,
     }
 }
 

@@ -27,6 +27,7 @@ fn port(address6: Option<Ipv6Addr>) -> Port {
         firewall: Firewall::default(),
         subnets: Vec::new(),
         groups: Vec::new(),
+        metadata: false,
     }
 }
 
@@ -107,6 +108,26 @@ fn subnets_behind_a_guest_are_its_own_and_those_of_its_bridge() {
     let translated = r#"translated "vmb0123456789""#;
     assert!(has(&network(NetworkMode::Nat).elements(), translated));
     assert!(!has(&network(NetworkMode::Routed).elements(), translated));
+}
+
+#[test]
+fn nic_with_the_metadata_service_is_an_element_by_its_address() {
+    let net: Ipv6Net = "fd00:80::/64".parse().unwrap();
+    let port = Port {
+        metadata: true,
+        ..port(Some(net.of("52:54:00:00:00:01".parse().unwrap())))
+    };
+    for mode in [NetworkMode::Nat, NetworkMode::Isolated, NetworkMode::Routed] {
+        let network = network(mode);
+        assert!(has(
+            &network.elements(),
+            r#"metadata "vmb0123456789" : 10.80.0.1 . 254"#
+        ));
+        let elements = network.elements_of(&port);
+        let of = |element: &&Element| element.set.1 == "metadata4";
+        let found: Vec<_> = elements.iter().filter(of).cloned().collect();
+        assert_eq!(lines(&found), [r#"metadata4 10.80.0.2 . "vmb0123456789""#]);
+    }
 }
 
 #[test]

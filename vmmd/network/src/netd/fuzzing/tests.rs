@@ -315,6 +315,33 @@ fn run(name: &str, target: fn(&[u8]), seeds: &[Seed]) {
     }
 }
 
+fn metadata_seeds() -> Vec<Seed> {
+    let request = |head: &str| format!("{head}\r\nHost: 169.254.169.254\r\n\r\n").into_bytes();
+    vec![
+        ("get", request("GET /latest/meta-data/instance-id HTTP/1.1")),
+        ("list", request("GET /latest/meta-data/ HTTP/1.1")),
+        ("head", request("HEAD /user-data HTTP/1.0")),
+        (
+            "token",
+            request("PUT /latest/api/token HTTP/1.1\r\nX-aws-ec2-metadata-token-ttl-seconds: 60"),
+        ),
+        (
+            "with_token",
+            request("GET / HTTP/1.1\r\nX-aws-ec2-metadata-token: AAAAAAAAADw"),
+        ),
+        (
+            "forwarded",
+            request("GET / HTTP/1.1\r\nX-Forwarded-For: 10.80.0.2"),
+        ),
+        ("body", request("PUT / HTTP/1.1\r\nContent-Length: 3")),
+    ]
+}
+
+#[test]
+fn seeds_of_metadata_request_do_no_harm() {
+    run("metadata_request", metadata_request, &metadata_seeds());
+}
+
 /// Seeds with some bytes changed, cut or repeated.
 fn changed(seeds: Vec<Seed>) -> impl Strategy<Value = Vec<u8>> {
     let seeds: Vec<_> = seeds.into_iter().map(|(_, data)| data).collect();
@@ -361,6 +388,11 @@ proptest! {
     #[test]
     fn no_changes_make_dhcp6_client_do_harm(data in dhcp6_frames()) {
         dhcp6_client(&data);
+    }
+
+    #[test]
+    fn no_changes_make_metadata_request_do_harm(data in changed(metadata_seeds())) {
+        metadata_request(&data);
     }
 
     #[test]

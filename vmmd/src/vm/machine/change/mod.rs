@@ -104,7 +104,13 @@ const PROCESSORS: [&str; 3] = [
 ];
 
 /// Lists whose items have names.
-const NAMED: [&str; 4] = ["spec.disks", "spec.nics", "spec.rateGroups", "spec.shares"];
+const NAMED: [&str; 5] = [
+    "spec.credentials",
+    "spec.disks",
+    "spec.nics",
+    "spec.rateGroups",
+    "spec.shares",
+];
 
 /// Returns the differences between the machine and the spec. Empty without a run.
 pub fn pending(record: &VmRecord) -> Vec<Change> {
@@ -135,6 +141,8 @@ impl Change {
             Some(
                 "the machine was started with private memory, and what serves a share has to map it: restart the VM",
             )
+        } else if is_whole && self.desired.get("metadata").is_some() {
+            Some("the documents of the metadata service are made at the start of the VM: restart the VM")
         } else if is_whole && self.path.starts_with("spec.nics[") {
             Some(
                 "a NIC in the network of the VM's pod is attached and detached by a start of the VM: restart the VM",
@@ -247,6 +255,11 @@ fn is_in_pod(spec: &VmSpec, name: &str) -> bool {
     nic.is_some_and(|nic| matches!(nic.attachment, Some(v1::nic_spec::Attachment::PodNetwork(_))))
 }
 
+/// Whether the NIC of that name has the metadata service, whose documents are made at a start.
+fn has_metadata(spec: &VmSpec, name: &str) -> bool {
+    spec.nics.iter().any(|nic| nic.name == name && nic.metadata)
+}
+
 fn limits(limit: &v1::RateLimit) -> bool {
     *limit != v1::RateLimit::default()
 }
@@ -284,7 +297,7 @@ pub fn compare(running: &VmSpec, desired: &VmSpec) -> Vec<Change> {
                 let balloon = running.balloon.unwrap_or_default();
                 !balloon.disabled && !desired.balloon.unwrap_or_default().disabled
             }
-            Verdict::Live(Live::AttachNic(name)) => !is_in_pod(desired, name),
+            Verdict::Live(Live::AttachNic(name)) => !is_in_pod(desired, name) && !has_metadata(desired, name),
             Verdict::Live(Live::DetachNic(name)) => !is_in_pod(running, name),
             // The NIC has to stay in its network.
             Verdict::Live(Live::NicAccess(name)) => {
