@@ -22,6 +22,7 @@ pub mod rate;
 pub mod rng;
 pub mod session;
 pub mod signals;
+mod stream;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod transport;
