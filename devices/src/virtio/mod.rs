@@ -26,6 +26,7 @@ mod stream;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod transport;
+pub mod vsock;
 pub(crate) mod worker;
 
 #[cfg(test)]
