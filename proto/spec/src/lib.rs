@@ -32,6 +32,7 @@ pub mod share;
 pub mod smbios;
 pub mod topology;
 pub mod vm;
+pub mod vsock;
 
 pub use vmmd_api::violation::{Violation, Violations};
 

@@ -47,6 +47,8 @@ stored! {
         pod: Option<PodSpec>,
         #[prost(message, optional, tag = "32")]
         tpm: Option<TpmSpec>,
+        #[prost(message, optional, tag = "33")]
+        vsock: Option<VsockSpec>,
         #[prost(message, optional, tag = "40")]
         probes: Option<ProbesSpec>,
     }
@@ -548,6 +550,14 @@ stored! {
 stored! {
     /// The TPM.
     TpmSpec of v1::TpmSpec {}
+}
+
+stored! {
+    /// The socket device.
+    VsockSpec of v1::VsockSpec {
+        #[prost(uint32, tag = "1")]
+        cid: u32,
+    }
 }
 
 stored! {
