@@ -11,7 +11,7 @@ pub use crate::tpm::fuzz::registers as tpm_registers;
 pub use crate::virtio::{
     balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue,
     console::fuzz::driver as console_driver, gpu::fuzz::commands as gpu_commands,
-    input::fuzz::driver as input_driver, net::fuzz::queue as net_queue,
+    input::fuzz::driver as input_driver, net::fuzz::queue as net_queue, vsock::fuzz::driver as vsock_driver,
 };
 
 #[cfg(test)]
@@ -46,6 +46,7 @@ mod tests {
     #[case::qcow2_image("qcow2_image", crate::fuzzing::qcow2_image)]
     #[case::rfb_client("rfb_client", crate::fuzzing::rfb_client)]
     #[case::tpm_registers("tpm_registers", crate::fuzzing::tpm_registers)]
+    #[case::vsock_driver("vsock_driver", crate::fuzzing::vsock_driver)]
     fn the_committed_seeds_do_no_harm(#[case] name: &str, #[case] target: fn(&[u8])) {
         let seeds = seeds(name);
         assert!(!seeds.is_empty(), "no seeds of {name}");
@@ -90,6 +91,7 @@ mod tests {
     #[case::net_queue(3000, 600, crate::fuzzing::net_queue)]
     #[case::rfb_client(3000, 600, crate::fuzzing::rfb_client)]
     #[case::tpm_registers(3000, 600, crate::fuzzing::tpm_registers)]
+    #[case::vsock_driver(3000, 600, crate::fuzzing::vsock_driver)]
     fn no_bytes_do_harm(#[case] cases: u32, #[case] most: usize, #[case] target: fn(&[u8])) {
         let config = ProptestConfig {
             cases,

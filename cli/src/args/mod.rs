@@ -170,6 +170,9 @@ pub enum Command {
     Type(verbs::Type),
     /// Forward ports of this machine to ports of a VM in a network of its node, through vmmd
     PortForward(verbs::PortForward),
+    /// Connect to programs of a guest by the socket device of its VM (AF_VSOCK), without a network
+    #[command(subcommand, disable_help_subcommand = true)]
+    Vsock(verbs::Vsock),
     /// Run a command in the guest of a VM, by the agent in the guest
     Exec(verbs::Exec),
     /// Copy a file to or from the guest of a VM, by the agent in the guest

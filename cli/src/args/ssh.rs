@@ -14,6 +14,10 @@ pub struct Reach {
     /// NIC to connect to; the first NIC with an address in a network of the node when not given
     #[arg(long)]
     pub nic: Option<String>,
+    /// Connect by the socket device of the VM (`spec.vsock`) instead of the network; systemd from version 256 on starts an SSH server for
+    /// it in the guest
+    #[arg(long, conflicts_with = "nic")]
+    pub vsock: bool,
     /// File with your private key, as with ssh -i
     #[arg(short, long, value_name = "FILE")]
     pub identity: Option<std::path::PathBuf>,

@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-use clap::Args;
+use clap::{Args, Subcommand};
 
 use super::{Selector, Timeout, duration, vm_name};
 use crate::complete;
@@ -173,6 +173,33 @@ pub struct PortForward {
     /// Forward standard input and output, for one connection, instead of a port
     #[arg(long)]
     pub stdio: bool,
+}
+
+/// `vsock`.
+#[derive(Debug, Subcommand)]
+pub enum Vsock {
+    /// Connect standard input and output to a port of the guest
+    Connect(VsockPort),
+    /// Wait for one connection of the guest to a port of the host, and connect standard input and output to it
+    Listen(VsockPort),
+}
+
+/// Arguments of `vsock connect` and `vsock listen`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The VM needs `spec.vsock` (`--vsock` of `create vm` and `run`). The host has the CID 2.
+
+Examples:
+  vmmctl vsock connect web 1024
+  vmmctl vsock listen web 9999 > report.json        # the guest sends it to CID 2, port 9999
+  ssh -o ProxyCommand='vmmctl vsock connect %h 22' root@web")]
+pub struct VsockPort {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub name: String,
+    /// Port, 0 to 4294967294
+    #[arg(value_parser = clap::value_parser!(u32).range(..i64::from(u32::MAX)))]
+    pub port: u32,
 }
 
 /// `exec`.

@@ -156,7 +156,7 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 39] = [
+const FLAGS: [&str; 40] = [
     "credentials",
     "smbios",
     "timezone",
@@ -186,6 +186,7 @@ const FLAGS: [&str; 39] = [
     "virtio_console",
     "guest_agent",
     "tpm",
+    "vsock",
     "probes",
     "core_fraction",
     "core_limit",
@@ -269,6 +270,9 @@ pub struct Guest {
     /// Add a channel to the QEMU guest agent in the guest: `vmmctl exec`
     #[arg(long)]
     pub guest_agent: bool,
+    /// Add a socket device (AF_VSOCK): `vmmctl vsock`, `vmmctl ssh --vsock`
+    #[arg(long)]
+    pub vsock: bool,
     /// Add a TPM 2.0; needs the package swtpm on the node
     #[arg(long)]
     pub tpm: bool,

@@ -153,6 +153,7 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::SendKey(args) => screen::send_key(&client().await?, &args).await?,
         Command::Type(args) => screen::type_text(&client().await?, &args).await?,
         Command::PortForward(args) => port_forward::port_forward(&client().await?, &args).await?,
+        Command::Vsock(verb) => port_forward::vsock(&client().await?, &verb).await?,
         Command::Cp(args) => cp::cp(&client().await?, &args).await?,
         Command::Exec(args) => exec::exec(&client().await?, args).await?,
         Command::Ssh(args) => ssh::ssh(&client().await?, given, &args).await?,

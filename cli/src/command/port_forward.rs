@@ -1,6 +1,7 @@
-//! `port-forward`: ports of this machine, or standard input and output, that lead to a port of a VM.
+//! `port-forward` and `vsock`: ports of this machine, or standard input and output, that lead to a
+//! port of a VM or of its socket device.
 
-use std::{io, net::SocketAddr, time::Duration};
+use std::{io, net::SocketAddr, pin::Pin, time::Duration};
 
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -13,12 +14,12 @@ use tokio::{
     task::JoinSet,
     time::{Instant, sleep, timeout_at},
 };
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::Streaming;
-use vmmd_api::v1::{PortForwardOpen, PortForwardRequest, PortForwardResponse, port_forward_request::Message};
+use tokio_stream::{Stream, StreamExt as _, once, wrappers::ReceiverStream};
+use tonic::Status;
+use vmmd_api::v1::{self, PortForwardOpen, VsockOpen, connect_vsock_request, port_forward_request};
 
 use crate::{
-    args::verbs::PortForward,
+    args::verbs::{PortForward, Vsock},
     client::{Client, about_vm},
     failure::{Code, Failure, Result},
 };
@@ -80,7 +81,7 @@ pub async fn answers(client: &Client, name: &str, port: u16, patience: Duration)
     loop {
         let attempt = async {
             let mut connection = open(client, &args, port).await?;
-            Ok::<_, Failure>(connection.responses.message().await?)
+            Ok::<_, Failure>(connection.received.next().await.transpose()?)
         };
         match timeout_at(deadline, attempt).await {
             Ok(Ok(Some(_))) => return Ok(()),
@@ -124,45 +125,66 @@ async fn accept(client: Client, args: PortForward, listener: TcpListener, port: 
 
 /// A connection to a port of the VM.
 struct Connection {
-    requests: mpsc::Sender<PortForwardRequest>,
-    responses: Streaming<PortForwardResponse>,
+    sent: mpsc::Sender<Vec<u8>>,
+    received: Pin<Box<dyn Stream<Item = Result<Vec<u8>, Status>> + Send>>,
 }
 
 async fn open(client: &Client, args: &PortForward, port: u16) -> Result<Connection> {
-    let (requests, queue) = mpsc::channel(QUEUE);
+    use port_forward_request::Message;
     let open = PortForwardOpen {
         name: args.name.clone(),
         port: port.into(),
         nic: args.nic.clone().unwrap_or_default(),
     };
-    let first = PortForwardRequest {
-        message: Some(Message::Open(open)),
-    };
-    requests
-        .try_send(first)
-        .map_err(|error| Failure::new(Code::Other, error.to_string()))?;
-    let answer = client.vms.clone().port_forward(ReceiverStream::new(queue)).await;
+    let (sent, queue) = mpsc::channel(QUEUE);
+    let messages = once(Message::Open(open)).chain(ReceiverStream::new(queue).map(Message::Data));
+    let requests = messages.map(|message| v1::PortForwardRequest {
+        message: Some(message),
+    });
+    let answer = client.vms.clone().port_forward(requests).await;
     let responses = answer
         .map_err(|status| about_vm(status.into(), &args.name))?
         .into_inner();
-    Ok(Connection { requests, responses })
+    Ok(Connection {
+        sent,
+        received: Box::pin(responses.map(|response| response.map(|response| response.data))),
+    })
 }
 
-fn data(bytes: &[u8]) -> PortForwardRequest {
-    PortForwardRequest {
-        message: Some(Message::Data(bytes.to_vec())),
-    }
+/// Connects standard input and output to a port of a socket device.
+pub async fn vsock(client: &Client, verb: &Vsock) -> Result<()> {
+    use connect_vsock_request::Message;
+    let (place, accept) = match verb {
+        Vsock::Connect(place) => (place, false),
+        Vsock::Listen(place) => (place, true),
+    };
+    let open = VsockOpen {
+        name: place.name.clone(),
+        port: place.port,
+        accept,
+    };
+    let (sent, queue) = mpsc::channel(QUEUE);
+    let messages = once(Message::Open(open)).chain(ReceiverStream::new(queue).map(Message::Data));
+    let requests = messages.map(|message| v1::ConnectVsockRequest {
+        message: Some(message),
+    });
+    let answer = client.vms.clone().connect_vsock(requests).await;
+    let responses = answer
+        .map_err(|status| about_vm(status.into(), &place.name))?
+        .into_inner();
+    over_stdio(Connection {
+        sent,
+        received: Box::pin(responses.map(|response| response.map(|response| response.data))),
+    })
+    .await
 }
 
 async fn serve(connection: Connection, socket: TcpStream) {
-    let Connection {
-        requests,
-        mut responses,
-    } = connection;
+    let Connection { sent, mut received } = connection;
     let (reader, mut writer): (OwnedReadHalf, OwnedWriteHalf) = socket.into_split();
-    let sending = tokio::spawn(send(reader, requests));
-    while let Ok(Some(response)) = responses.message().await {
-        if writer.write_all(&response.data).await.is_err() {
+    let sending = tokio::spawn(send(reader, sent));
+    while let Some(Ok(data)) = received.next().await {
+        if writer.write_all(&data).await.is_err() {
             break;
         }
     }
@@ -171,11 +193,11 @@ async fn serve(connection: Connection, socket: TcpStream) {
 
 /// Sends the bytes read. The end of input ends the requests, and the guest receives an end of
 /// stream.
-async fn send(mut reader: OwnedReadHalf, requests: mpsc::Sender<PortForwardRequest>) {
+async fn send(mut reader: OwnedReadHalf, sent: mpsc::Sender<Vec<u8>>) {
     let mut buffer = vec![0; CHUNK];
     while let Ok(count) = reader.read(&mut buffer).await {
         let bytes = buffer.get(..count).unwrap_or_default();
-        if count == 0 || requests.send(data(bytes)).await.is_err() {
+        if count == 0 || sent.send(bytes.to_vec()).await.is_err() {
             return;
         }
     }
@@ -183,23 +205,20 @@ async fn send(mut reader: OwnedReadHalf, requests: mpsc::Sender<PortForwardReque
 
 /// For `ProxyCommand` of ssh: ends when the guest ends the connection.
 async fn over_stdio(connection: Connection) -> Result<()> {
-    let Connection {
-        requests,
-        mut responses,
-    } = connection;
+    let Connection { sent, mut received } = connection;
     // A separate thread: a read of standard input is not cancellable, and the program must not wait
     // for it.
     std::thread::spawn(move || {
         let mut buffer = vec![0; CHUNK];
         while let Ok(count) = rustix::io::retry_on_intr(|| rustix::io::read(io::stdin(), &mut buffer)) {
             let bytes = buffer.get(..count).unwrap_or_default();
-            if count == 0 || requests.blocking_send(data(bytes)).is_err() {
+            if count == 0 || sent.blocking_send(bytes.to_vec()).is_err() {
                 return;
             }
         }
     });
-    while let Some(response) = responses.message().await? {
-        let mut rest = response.data.as_slice();
+    while let Some(data) = received.next().await.transpose()? {
+        let mut rest = data.as_slice();
         while !rest.is_empty() {
             let count = rustix::io::retry_on_intr(|| rustix::io::write(io::stdout(), rest));
             let count = count.map_err(|errno| failed("writing", &errno.into()))?;

@@ -199,7 +199,10 @@ fn proxy(program: &Path, given: &Connection, vm: &str, reach: &Reach) -> Result<
     ] {
         words.extend(value.into_iter().flat_map(|value| [option.into(), value]));
     }
-    words.extend(["port-forward".into(), "--stdio".into()]);
+    match reach.vsock {
+        true => words.extend(["vsock".into(), "connect".into()]),
+        false => words.extend(["port-forward".into(), "--stdio".into()]),
+    }
     if let Some(nic) = &reach.nic {
         words.extend(["--nic".into(), nic.into()]);
     }
@@ -360,16 +363,22 @@ mod tests {
             socket: Some("/run/it's 100%/vmmd.sock".into()),
             ..Connection::default()
         };
-        let reach = Reach {
+        let mut reach = Reach {
             port: 2222,
             nic: Some("lan".into()),
+            vsock: false,
             identity: None,
         };
-        let proxy = proxy(Path::new("/usr/bin/vmmctl"), &given, "web", &reach).unwrap();
+        let line = |reach: &Reach| proxy(Path::new("/usr/bin/vmmctl"), &given, "web", reach).unwrap();
         assert_eq!(
-            proxy,
+            line(&reach),
             "'/usr/bin/vmmctl' '--socket' '/run/it'\\''s 100%%/vmmd.sock' 'port-forward' '--stdio' '--nic' 'lan' \
              '--' 'web' '2222'"
+        );
+        (reach.vsock, reach.nic) = (true, None);
+        assert_eq!(
+            line(&reach),
+            "'/usr/bin/vmmctl' '--socket' '/run/it'\\''s 100%%/vmmd.sock' 'vsock' 'connect' '--' 'web' '2222'"
         );
     }
 }

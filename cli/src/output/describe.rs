@@ -199,6 +199,11 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         spec.guest_agent.as_ref().map_or("", |_| "qemu-guest-agent"),
     );
     text.put("Probes", &probes(spec.probes.as_ref()));
+    let cid = |vsock: &v1::VsockSpec| match vsock.cid {
+        0 => "default CID".to_owned(),
+        cid => format!("CID {cid}"),
+    };
+    text.put("Vsock", &spec.vsock.as_ref().map(cid).unwrap_or_default());
     text.put("TPM", spec.tpm.as_ref().map_or("", |_| "2.0 (swtpm)"));
     match spec.boot.as_ref().and_then(|boot| boot.source.as_ref()) {
         Some(v1::boot_spec::Source::Linux(linux)) => {

@@ -25,6 +25,18 @@ fn a_pipe_leads_to_a_port_until_both_ends_have_ended() {
 }
 
 #[test]
+fn pipe_leads_to_a_socket_device_in_both_directions() {
+    let daemon = daemon();
+    for (verb, direction) in [("connect", "vsock connect"), ("listen", "vsock accept")] {
+        let answer = run_with_input(&daemon, &["vsock", verb, "web", "7"], "hello");
+        assert_eq!(answer, done("hello"));
+        assert!(daemon.state.calls().contains(&direction.to_owned()));
+    }
+    assert_eq!(line(&daemon, "vsock connect web 8").0, 5);
+    assert_eq!(line(&daemon, "vsock connect web 4294967295").0, 2);
+}
+
+#[test]
 fn a_command_in_the_guest_has_input_output_and_its_exit_code() {
     let daemon = daemon();
     let answer = run_with_input(&daemon, &["exec", "-i", "web", "--", "cat"], "typed");

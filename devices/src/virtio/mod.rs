@@ -22,9 +22,11 @@ pub mod rate;
 pub mod rng;
 pub mod session;
 pub mod signals;
+mod stream;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod transport;
+pub mod vsock;
 pub(crate) mod worker;
 
 #[cfg(test)]

@@ -34,6 +34,7 @@ pub mod smbios;
 pub mod subnet;
 pub mod topology;
 pub mod vm;
+pub mod vsock;
 
 pub use vmmd_api::violation::{Violation, Violations};
 

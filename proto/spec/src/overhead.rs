@@ -45,6 +45,9 @@ const DISPLAY: u64 = 410 * MIB;
 const AGENT: u64 = 2 * MIB;
 /// A TPM: swtpm, which has some 6 MiB.
 const TPM: u64 = 32 * MIB;
+/// A socket device: its worker, and 256 connections with 64 KiB that their clients have not taken. A connection needs a
+/// client on the host.
+const VSOCK: u64 = 18 * MIB;
 /// A virtio-console: its history of 1.25 MiB, and 5 MiB that clients have not taken of it.
 const CONSOLE: u64 = 8 * MIB;
 /// A share: the process that serves it, with its state of the files that the guest knows. The
@@ -91,6 +94,7 @@ pub fn memory(spec: &VmSpec) -> u64 {
         CONSOLE * u64::from(spec.virtio_console),
         AGENT * u64::from(spec.guest_agent),
         TPM * u64::from(spec.tpm),
+        VSOCK * count(spec.vsock.iter()),
         spec.shares.iter().map(share).sum(),
     ]
     .into_iter()
@@ -107,6 +111,7 @@ pub fn tasks(spec: &VmSpec) -> u64 {
         + CONSOLE_TASKS * u64::from(spec.virtio_console)
         + u64::from(spec.guest_agent)
         + TPM_TASKS * u64::from(spec.tpm)
+        + count(spec.vsock.iter())
         + SHARE_TASKS * count(spec.shares.iter())
 }
 

@@ -26,6 +26,7 @@ use super::{
     share::{self, MAX_SHARES, Share},
     smbios::Smbios,
     topology::Topology,
+    vsock::Vsock,
 };
 
 const MIB: u64 = 1 << 20;
@@ -106,6 +107,8 @@ pub struct VmSpec {
     pub guest_agent: bool,
     /// It has a TPM.
     pub tpm: bool,
+    /// The socket device, if it has one.
+    pub vsock: Option<Vsock>,
     /// Directories of the node in the order of the manifest. With any, its memory is shared.
     pub shares: Vec<Share>,
     /// Directory of the node where the daemon keeps files about the VM; absolute, without `..`.
@@ -406,6 +409,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             path => absolute(&mut found, "spec.stateDir", path),
         };
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
+        let vsock = spec.vsock.map(|wire| Vsock::new(&mut found, wire));
         pod::one_network(&mut found, &spec.nics);
         let probes = Probes::new(&mut found, spec);
         metadata(&mut found, spec);
@@ -435,6 +439,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 virtio_console: spec.virtio_console.is_some(),
                 guest_agent: spec.guest_agent.is_some(),
                 tpm: spec.tpm.is_some(),
+                vsock,
                 shares,
                 state_dir,
                 cloud_init,

@@ -23,6 +23,7 @@ use vmmd_spec::{
     smbios::{self, OemString, Smbios, is_text},
     topology::Topology,
     vm::{MAX_CMDLINE, MAX_DISKS_AND_NICS, MAX_MEMORY, MAX_MENU_SECONDS, MEMORY_STEP, MIN_MEMORY},
+    vsock,
 };
 
 use self::disk::disk;
@@ -85,6 +86,17 @@ pub struct Machine {
     pub clock_offsets: Vec<(u64, i32)>,
     /// The TPM, if it has one.
     pub tpm: Option<Tpm>,
+    /// The socket device, if it has one.
+    pub vsock: Option<Vsock>,
+}
+
+/// A socket device (AF_VSOCK).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Vsock {
+    /// Where it is.
+    pub slot: PciSlot,
+    /// CID of the guest.
+    pub cid: u32,
 }
 
 /// A TPM, served by swtpm.
@@ -375,6 +387,13 @@ impl Machine {
             tpm: spec.tpm.map(|wire| Tpm {
                 data: claims.fd("tpm.data_fd", wire.data_fd),
                 control: claims.fd("tpm.control_fd", wire.control_fd),
+            }),
+            vsock: spec.vsock.map(|wire| {
+                vsock::cid(&mut claims.found, "vsock.cid", wire.cid);
+                Vsock {
+                    slot: claims.slot("vsock.pci_slot", wire.pci_slot),
+                    cid: wire.cid,
+                }
             }),
         };
         let on_sata = |disk: &Disk| matches!(disk.place, DiskPlace::Sata { .. });

@@ -190,6 +190,8 @@ saved! {
     VirtioConsoleQueues: "virtio-console-queues", 1;
     VirtioChannels: "virtio-channels", 1;
     VirtioChannelsQueues: "virtio-channels-queues", 1;
+    VirtioVsock: "virtio-vsock", 1;
+    VirtioVsockQueues: "virtio-vsock-queues", 1;
     Ahci: "ahci", 1;
     PciRoot: "pci-root", 1;
     HotPlug: "hot-plug", 1;

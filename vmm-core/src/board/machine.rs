@@ -22,6 +22,7 @@ use devices::{
         balloon::{BalloonControl, PAGE},
         channels::OpenChannels,
         console::ConsoleControl,
+        vsock::{Direction, VsockHost},
     },
 };
 use tracing::{error, warn};
@@ -65,6 +66,8 @@ pub struct Machine {
     pub(super) console: Option<VirtioConsole>,
     /// The channels that programs of the guest have open, of a machine with channels.
     pub(super) channels: Option<Arc<OpenChannels>>,
+    /// The host's side of the socket device, of a machine with one.
+    pub(super) vsock: Option<Arc<VsockHost>>,
     /// Shows the screen. The screen has no saved state: its clients reconnect.
     pub(super) screen: Option<Server>,
     pub(super) nics: Nics,
@@ -128,6 +131,20 @@ impl Machine {
             self.generation_line.pulse();
         }
         Ok(())
+    }
+
+    /// Opens a connection of the socket device.
+    fn open_vsock(&self, open: vmm::OpenVsock, socket: OwnedFd) -> Result<(), Failure> {
+        let Some(host) = &self.vsock else {
+            let message = "the machine has no socket device";
+            return Err(Failure::of(ErrorKind::NotFound, message));
+        };
+        let direction = match open.accept {
+            true => Direction::Accept,
+            false => Direction::Connect,
+        };
+        host.open(direction, open.port, socket)
+            .map_err(|_| Failure::of(ErrorKind::Resources, "too many connections wait for the guest"))
     }
 
     /// Waits until nothing that is off the bus touches guest memory any more; gives what still does at `deadline`.
@@ -374,6 +391,10 @@ impl lifecycle::Machine for Machine {
             Op::SetBalloon(set) => self.set_balloon(set.target_bytes)?,
             Op::SendBreak(_) => self.serial.send_break(),
             Op::ResizeConsole(size) => self.resize_console(size)?,
+            Op::OpenVsock(open) => {
+                let socket = given(lifecycle::descriptor(fds, open.socket_fd), "socket")?;
+                self.open_vsock(open, socket)?;
+            }
             Op::GetDiskStats(_) => {
                 let disks = self.disks.stats();
                 return Ok(Progress::Answered(Answer::DiskStats(DiskStatsReply { disks })));

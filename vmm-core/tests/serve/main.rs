@@ -10,6 +10,7 @@ mod process;
 mod run;
 mod sandbox;
 mod snapshot;
+mod vsock;
 
 use std::{io::Write, os::unix::process::ExitStatusExt};
 

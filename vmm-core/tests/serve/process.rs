@@ -591,6 +591,7 @@ impl Client {
             serial_log_fd: Some(3),
             serial_log_old_fd: Some(4),
             on_crash: boot.machine.as_ref().map_or(0, |machine| machine.on_crash),
+            vsock: boot.machine.as_ref().and_then(|machine| machine.vsock),
             ..MachineSpec::default()
         };
         let op = Op::Boot(Boot {

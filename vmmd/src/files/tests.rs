@@ -55,6 +55,7 @@ fn case() -> Case {
         virtio_console: false,
         guest_agent: false,
         tpm: false,
+        vsock: None,
         state_dir: None,
         shares: Vec::new(),
         cloud_init: None,

@@ -30,6 +30,7 @@ mod tcp;
 mod update;
 mod vm;
 mod vnc;
+mod vsock;
 mod watch_node;
 
 pub use connection::Connection;

@@ -20,7 +20,7 @@ use super::{
     mask::Mask,
     objects::{Stream, Wanted, get, list, watch},
     period::{grace, period, timeout},
-    port_forward, update, vnc,
+    port_forward, update, vnc, vsock,
 };
 use crate::{
     auth::Caller,
@@ -375,6 +375,17 @@ impl VmService for Vms {
     ) -> Result<Response<Self::PortForwardStream>, Status> {
         Ok(Response::new(
             port_forward::open(Arc::clone(&self.host), request.into_inner()).await?,
+        ))
+    }
+
+    type ConnectVsockStream = vsock::Stream;
+
+    async fn connect_vsock(
+        &self,
+        request: Request<Streaming<v1::ConnectVsockRequest>>,
+    ) -> Result<Response<Self::ConnectVsockStream>, Status> {
+        Ok(Response::new(
+            vsock::open(Arc::clone(&self.host), request.into_inner()).await?,
         ))
     }
 

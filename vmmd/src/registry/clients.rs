@@ -2,18 +2,28 @@
 
 use std::{
     collections::HashMap,
+    os::fd::OwnedFd,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
+use tokio::time::timeout;
 use uuid::Uuid;
+use vmm_protocol::vmm::{Error as Refusal, request::Op};
 use vmmd_api::v1::VmStats;
-use vmmd_host::{failure::Failure, paced::Paced};
+use vmmd_host::{
+    failure::{Failure, Kind},
+    paced::Paced,
+    text,
+};
 
-use crate::control::Client;
+use crate::control::{self, Client};
 
 /// Between two times that a `vmm` counts for clients: however many ask, its guest has the rest.
 const PACE: Duration = Duration::from_millis(100);
+
+/// How long a `vmm` may take for a request of [`Clients::ask`].
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The counters of a VM's `vmm`.
 pub type Counted = Paced<Result<VmStats, Failure>>;
@@ -44,6 +54,26 @@ impl Clients {
     /// The same, with the counters of the last look.
     pub fn counting(&self, vm: Uuid) -> Option<(Client, Arc<Counted>)> {
         self.lock().get(&vm).cloned()
+    }
+
+    /// Sends a `vmm` a request about a device that changes nothing for the VM's actor. Gives the refusal
+    /// of the `vmm`, if it refuses.
+    ///
+    /// # Errors
+    ///
+    /// Fails as VMM_UNRESPONSIVE when the `vmm` does not answer within 5 s.
+    pub async fn ask(&self, vm: Uuid, op: Op, fds: &[OwnedFd]) -> Result<Result<(), Refusal>, Failure> {
+        let unresponsive = |why: &str| {
+            let message = format!("the vmm of the VM does not answer: {why}");
+            Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message)
+        };
+        let client = self.get(vm).ok_or_else(|| unresponsive("it can't be reached"))?;
+        let asked = timeout(PATIENCE, client.request(op, fds)).await;
+        match asked.unwrap_or(Err(control::Error::Timeout(PATIENCE))) {
+            Ok(_) => Ok(Ok(())),
+            Err(control::Error::Refused(refusal)) => Ok(Err(refusal)),
+            Err(error) => Err(unresponsive(&text::chain(&error))),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Uuid, (Client, Arc<Counted>)>> {

@@ -72,6 +72,7 @@ mod tls;
 mod tpm;
 mod update;
 mod verbs;
+mod vsock;
 mod walk;
 mod watch;
 

@@ -21,7 +21,7 @@ use crate::{
     balloon, console,
     disks::{self, Plugged},
     guest::Guest,
-    lies, nics, shares, snapshot,
+    lies, nics, shares, snapshot, vsock,
 };
 
 pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
@@ -179,6 +179,7 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         }
         Op::AttachShare(request) => return shares::attach(guest, request, fds),
         Op::DetachShare(request) => return shares::detach(guest, &request),
+        Op::OpenVsock(request) => return vsock::open(guest, request, fds),
     };
     Some(Outcome::Status(status))
 }
@@ -275,7 +276,7 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     Some(Outcome::Status(status))
 }
 
-fn refuse(kind: ErrorKind, message: &str) -> Option<Outcome> {
+pub fn refuse(kind: ErrorKind, message: &str) -> Option<Outcome> {
     Some(Outcome::Error(Error {
         message: message.into(),
         kind: kind.into(),

@@ -75,6 +75,7 @@ struct Inner {
     consoles: Vec<SyncSender<Arc<[u8]>>>,
     listeners: Vec<SyncSender<Event>>,
     line: Vec<u8>,
+    has_vsock: bool,
     /// "vcpus=2 memory=134217728 nics=eth0@2": configuration of the machine.
     machine: String,
 }
@@ -120,6 +121,7 @@ impl Guest {
         let mut inner = self.lock();
         inner.name.clone_from(&machine.name);
         inner.on_crash = machine.on_crash();
+        inner.has_vsock = machine.vsock.is_some();
         inner.cmdline = machine.kernel.clone().unwrap_or_default().cmdline;
         inner.serial_log = serial_log;
         inner.devices = fds;
@@ -134,6 +136,10 @@ impl Guest {
             inner.print(text.as_bytes());
         }
         inner.status()
+    }
+
+    pub fn has_vsock(&self) -> bool {
+        self.lock().has_vsock
     }
 
     /// Onto the console.

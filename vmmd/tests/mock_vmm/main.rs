@@ -36,6 +36,7 @@ mod share;
 mod shares;
 mod snapshot;
 mod tpm;
+mod vsock;
 
 use std::{
     env,

@@ -411,6 +411,31 @@ impl VmService for State {
         }))
     }
 
+    type ConnectVsockStream = Events<v1::ConnectVsockResponse>;
+
+    /// Port 7 echoes its input, for both directions; no other port is used.
+    async fn connect_vsock(
+        &self,
+        request: Request<Streaming<v1::ConnectVsockRequest>>,
+    ) -> Answer<Self::ConnectVsockStream> {
+        use v1::connect_vsock_request::Message;
+        let mut input = request.into_inner();
+        match input.message().await?.and_then(|first| first.message) {
+            Some(Message::Open(open)) if open.port == 7 => {
+                self.called(format!(
+                    "vsock {}",
+                    if open.accept { "accept" } else { "connect" }
+                ));
+            }
+            _ => return Err(Status::failed_precondition("nothing listens there")),
+        }
+        let echo = input.map(|request| match request?.message {
+            Some(Message::Data(data)) => Ok(v1::ConnectVsockResponse { data }),
+            _ => Err(Status::invalid_argument("opened twice")),
+        });
+        Ok(Response::new(Box::pin(echo)))
+    }
+
     type PortForwardStream = Events<v1::PortForwardResponse>;
 
     /// Port 7 echoes its input (RFC 862); no other port listens.

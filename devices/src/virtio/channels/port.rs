@@ -1,7 +1,7 @@
 //! One port: the state that its driver knows, its client, and the messages that the driver has yet
 //! to get.
 
-use std::{io, os::fd::OwnedFd, os::unix::net::UnixListener};
+use std::{io, os::unix::net::UnixListener};
 
 use rustix::{
     io::Errno,
@@ -12,17 +12,12 @@ use super::{
     Channel,
     protocol::{Control, event},
 };
-use crate::state::message;
+use crate::{state::message, virtio::stream::Stream};
 
-/// A client, and how the worker watches its connection.
+/// A client. After it has closed its end, earlier input is still delivered.
 #[derive(Debug)]
 pub(super) struct Client {
-    pub stream: OwnedFd,
-    /// The events that are watched; `None` while the connection is not watched.
-    pub watched: Option<(bool, bool)>,
-    /// The client has closed its end. The connection is not watched any more. Earlier
-    /// input is still delivered.
-    pub hung_up: bool,
+    pub stream: Stream,
     /// The guest's program has closed the port. The connection ends when all output is written.
     pub finishing: bool,
 }
@@ -94,9 +89,7 @@ impl Port {
             Ok(stream) => {
                 self.disconnect();
                 self.client = Some(Client {
-                    stream,
-                    watched: None,
-                    hung_up: false,
+                    stream: Stream::new(stream),
                     finishing: false,
                 });
                 Ok(true)

@@ -1,7 +1,7 @@
 //! Worker of the channels: moves bytes between the ports' queues and the clients, and exchanges
 //! control messages with the driver.
 
-use std::{io, os::fd::OwnedFd, sync::Arc, time::Instant};
+use std::{io, sync::Arc, time::Instant};
 
 use vmm_base::GuestMemory;
 
@@ -281,23 +281,16 @@ impl ChannelsHandler {
         let Some(port) = self.ports.get_mut(index) else {
             return Ok(());
         };
-        let wanted = (port.takes_input, !port.output.is_empty());
-        let Some(client) = port.client.as_mut().filter(|client| !client.hung_up) else {
-            return Ok(());
-        };
-        if client.watched == Some(wanted) {
-            return Ok(());
+        let mut events = EventSet::empty();
+        if port.takes_input {
+            events |= EventSet::IN;
         }
-        let mut interest = EventSet::empty();
-        if wanted.0 {
-            interest |= EventSet::IN;
+        if !port.output.is_empty() {
+            events |= EventSet::OUT;
         }
-        if wanted.1 {
-            interest |= EventSet::OUT;
-        }
-        match client.watched.replace(wanted) {
-            Some(_) => session.rewatch(&client.stream, token, interest),
-            None => session.watch(&client.stream, token, interest),
+        match &mut port.client {
+            Some(client) => client.stream.watch(session, token, events),
+            None => Ok(()),
         }
     }
 
@@ -310,29 +303,15 @@ impl ChannelsHandler {
             port.flush();
             session.kick_again(output_of(index));
         }
-        if let Some(client) = port.client.as_mut().filter(|client| !client.hung_up)
-            && is_hung_up(&client.stream)
+        if let Some(client) = &mut port.client
+            && client.stream.check_hang_up(session)?
+            && !port.open
         {
-            // The kernel reports this again and again. The guest's program may still read earlier input.
-            session.unwatch(&client.stream)?;
-            client.hung_up = true;
-            if !port.open {
-                port.disconnect();
-            }
+            port.disconnect();
         }
         session.kick_again(input_of(index));
         self.rewatch(session, index)
     }
-}
-
-/// Whether the other side has closed its end.
-fn is_hung_up(stream: &OwnedFd) -> bool {
-    let mut polled = [rustix::event::PollFd::new(
-        stream,
-        rustix::event::PollFlags::empty(),
-    )];
-    let zero = rustix::event::Timespec::default();
-    rustix::event::poll(&mut polled, Some(&zero)).is_ok_and(|count| count > 0)
 }
 
 impl QueueHandler for ChannelsHandler {
@@ -345,7 +324,7 @@ impl QueueHandler for ChannelsHandler {
                 session.watch(listener, tokens(index).0, EventSet::IN)?;
             }
             if let Some(client) = &mut port.client {
-                client.watched = None;
+                client.stream.end_session();
             }
         }
         (0..self.ports.len()).try_for_each(|index| self.rewatch(session, index))

@@ -9,7 +9,10 @@ use std::{
 
 use vm_memory::{Bytes, GuestAddress};
 use vmm_base::GuestMemory;
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::{
+    epoll::EpollEvent,
+    eventfd::{EFD_NONBLOCK, EventFd},
+};
 
 use super::{MockMsi, PATIENCE, describe};
 use crate::{
@@ -18,7 +21,7 @@ use crate::{
         device::{Drained, Progress, QueueHandler, VirtioDevice},
         fault::{Counters, Fault},
         queue::{Queue, QueueState},
-        session::{Session, Setup, WakeEvent},
+        session::{Session, Setup, Wake, WakeEvent},
         signals::Signals,
     },
 };
@@ -194,6 +197,25 @@ impl Bare {
         session.lift_budgets();
         let result = self.handler.event(session, 0);
         self.settle(result) && self.run()
+    }
+
+    /// The events that are ready, with what follows from them. False when the device needs a reset.
+    pub fn events(&mut self) -> bool {
+        let mut events = [EpollEvent::default(); 16];
+        let Some(session) = &mut self.session else {
+            return true;
+        };
+        session.lift_budgets();
+        let count = session.wait(false, &mut events).unwrap();
+        for wake in events.iter().take(count).filter_map(Session::wake_of) {
+            if let (Wake::Handler(token), Some(session)) = (wake, &mut self.session) {
+                let result = self.handler.event(session, token);
+                if !self.settle(result) {
+                    return false;
+                }
+            }
+        }
+        self.run()
     }
 
     fn settle(&mut self, result: Result<(), Fault>) -> bool {

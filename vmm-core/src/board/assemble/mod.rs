@@ -14,6 +14,7 @@ mod sata;
 mod serial;
 pub(super) mod share;
 mod tpm;
+mod vsock;
 
 use std::{
     fs::File,
@@ -511,6 +512,10 @@ impl Assembly {
             Some(spec) => Some(channels::build(&mut self, spec)?),
             None => None,
         };
+        let vsock = match spec.vsock {
+            Some(spec) => Some(vsock::build(&mut self, spec)?),
+            None => None,
+        };
         self.hotplug.power_on(|slot| self.sockets.pci.is_taken(slot));
 
         let generation_line = self.irq_line(super::GENERATION_GSI)?;
@@ -524,6 +529,7 @@ impl Assembly {
             serial,
             console,
             channels,
+            vsock,
             screen,
             nics,
             shares,

@@ -576,6 +576,15 @@ impl VmService for State {
         unused()
     }
 
+    type ConnectVsockStream = Events<v1::ConnectVsockResponse>;
+
+    async fn connect_vsock(
+        &self,
+        _: Request<Streaming<v1::ConnectVsockRequest>>,
+    ) -> Answer<Self::ConnectVsockStream> {
+        unused()
+    }
+
     type PortForwardStream = Events<v1::PortForwardResponse>;
 
     async fn port_forward(

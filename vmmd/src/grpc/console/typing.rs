@@ -2,33 +2,23 @@
 
 use std::{sync::Arc, time::Duration};
 
-use tokio::{
-    io::AsyncWriteExt,
-    net::unix::OwnedWriteHalf,
-    time::{sleep, timeout},
-};
+use tokio::{io::AsyncWriteExt, net::unix::OwnedWriteHalf, time::sleep};
 use tonic::Streaming;
 use uuid::Uuid;
 use vmm_protocol::vmm::{ResizeConsole, SendBreak, request::Op};
 use vmmd_api::v1::{
     ConsoleRequest, ConsoleSize, ConsoleTakenOver, ConsoleWriter, console_request, console_response::Message,
 };
-use vmmd_host::{
-    failure::{Failure, Kind},
-    text,
-};
+use vmmd_host::{failure::Failure, text};
 
 use super::{Gone, Sender, response};
 use crate::{
-    control,
     host::Host,
     registry::consoles::{Device, Permit},
 };
 
 /// Largest message of input in bytes.
 const MAX_INPUT: usize = 4 << 10;
-/// How long a `vmm` may take for a break.
-const PATIENCE: Duration = Duration::from_secs(5);
 /// Time that a guest has to read the input of a client that has left.
 const LINGER: Duration = Duration::from_secs(5);
 
@@ -133,20 +123,8 @@ impl Typing {
     }
 
     async fn ask(&self, op: Op) -> Result<(), Failure> {
-        let unresponsive = |why: &str| {
-            let message = format!("the vmm of the VM does not answer: {why}");
-            Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message)
-        };
-        let client = self.host.clients.get(self.uid);
-        let client = client.ok_or_else(|| unresponsive("it can't be reached"))?;
-        let asked = timeout(PATIENCE, client.request(op, &[])).await;
-        match asked.unwrap_or(Err(control::Error::Timeout(PATIENCE))) {
-            Ok(_) => Ok(()),
-            Err(control::Error::Refused(error)) => {
-                Err(Failure::precondition("NOT_RUNNING", text::brief(&error.message)))
-            }
-            Err(error) => Err(unresponsive(&text::chain(&error))),
-        }
+        let asked = self.host.clients.ask(self.uid, op, &[]).await?;
+        asked.map_err(|refusal| Failure::precondition("NOT_RUNNING", text::brief(&refusal.message)))
     }
 }
 

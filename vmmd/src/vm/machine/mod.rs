@@ -41,7 +41,9 @@ use crate::files::{Files, OpenDisk};
 /// as all shares do.
 const RNG_SLOT: u32 = 1;
 const NIC_SLOTS: Range<u32> = 2..10;
-const DISK_SLOTS: Range<u32> = 10..25;
+const DISK_SLOTS: Range<u32> = 10..24;
+/// Slot of the socket device. Not in the record.
+const VSOCK_SLOT: u32 = 24;
 /// Of the channels. Not in the record: no VM ever has them elsewhere.
 const CHANNELS_SLOT: u32 = 25;
 /// Of the balloon. Not in the record: no VM ever has it elsewhere, and one gets or loses it between two runs.
@@ -118,8 +120,9 @@ pub fn reallocate(
         for disk in &spec.disks {
             let name = disk.name.as_str();
             let slot = known.disk_slots.get(name);
-            // Earlier daemons gave this slot to disks.
+            // Earlier daemons gave these slots to disks.
             let slot = slot.filter(|slot| !spec.guest_agent || **slot != CHANNELS_SLOT);
+            let slot = slot.filter(|slot| spec.vsock.is_none() || **slot != VSOCK_SLOT);
             let free = slot.filter(|slot| !taken(&[&new]).contains(slot) && disk.bus.has(**slot));
             if let (false, Some(slot)) = (new.disk_slots.contains_key(name), free) {
                 new.disk_slots.insert(name.to_owned(), *slot);
@@ -330,6 +333,10 @@ pub fn assemble(
             data_fd: fds.add(data),
             control_fd: fds.add(control),
         }),
+        vsock: spec.vsock.map(|vsock| vmm::Vsock {
+            pci_slot: VSOCK_SLOT,
+            cid: vsock.cid,
+        }),
         channels: parts.agent.map(|fd| vmm::Channels {
             pci_slot: CHANNELS_SLOT,
             channels: vec![vmm::Channel {
@@ -444,7 +451,7 @@ mod tests {
 
     use vmm_protocol::machine::Machine;
     use vmmd_api::v1;
-    use vmmd_spec::{disk::Format, resources::MemoryOptions};
+    use vmmd_spec::{disk::Format, resources::MemoryOptions, vsock::Vsock};
 
     use super::*;
 
@@ -624,7 +631,7 @@ mod tests {
         let nics: Vec<u32> = (0..10)
             .map(|nic| hardware.nics[&format!("eth{nic}")].slot)
             .collect();
-        assert_eq!(disks, (10..25).chain([33, 34, 35]).collect::<Vec<_>>());
+        assert_eq!(disks, (10..24).chain([33, 34, 35, 36]).collect::<Vec<_>>());
         assert_eq!(nics, (2..10).chain([95, 94]).collect::<Vec<_>>());
     }
 
@@ -677,7 +684,7 @@ mod tests {
                 let slots: Vec<_> = new.disk_slots.values().copied().chain(new.nics.values().map(|nic| nic.slot)).collect();
                 let different: BTreeSet<_> = slots.iter().collect();
                 proptest::prop_assert_eq!(different.len(), slots.len());
-                let reserved = [RNG_SLOT, CHANNELS_SLOT, BALLOON_SLOT, CONSOLE_SLOT];
+                let reserved = [RNG_SLOT, VSOCK_SLOT, CHANNELS_SLOT, BALLOON_SLOT, CONSOLE_SLOT];
                 proptest::prop_assert!(slots.iter().all(|slot| pci::PciSlot::try_from(*slot).is_ok() && !reserved.contains(slot)));
                 hardware = new;
             }
@@ -721,7 +728,7 @@ mod tests {
     }
 
     #[test]
-    fn disk_in_the_slot_of_the_channels_moves_with_an_agent() {
+    fn disk_in_the_slot_of_another_device_moves() {
         let mut spec = full();
         spec.disks.truncate(2);
         let mut old = allocate(&spec, |_| Mac::local([2; 6]));
@@ -732,6 +739,14 @@ mod tests {
         let moved = reallocate(&spec, &old, &old, |_| Mac::local([2; 6]));
         assert_eq!(moved.disk_slots["disk0"], old.disk_slots["disk0"]);
         assert_ne!(moved.disk_slots["disk1"], CHANNELS_SLOT);
+        old.disk_slots.insert("disk1".to_owned(), VSOCK_SLOT);
+        assert_eq!(
+            reallocate(&spec, &old, &old, || Mac::local([2; 6])).disk_slots,
+            old.disk_slots
+        );
+        spec.vsock = Some(Vsock { cid: 3 });
+        let moved = reallocate(&spec, &old, &old, || Mac::local([2; 6]));
+        assert_ne!(moved.disk_slots["disk1"], VSOCK_SLOT);
     }
 
     #[test]

@@ -47,6 +47,8 @@ stored! {
         pod: Option<PodSpec>,
         #[prost(message, optional, tag = "32")]
         tpm: Option<TpmSpec>,
+        #[prost(message, optional, tag = "33")]
+        vsock: Option<VsockSpec>,
         #[prost(message, repeated, tag = "34")]
         credentials: Vec<Credential>,
         #[prost(message, optional, tag = "40")]
@@ -605,6 +607,14 @@ stored! {
 stored! {
     /// The TPM.
     TpmSpec of v1::TpmSpec {}
+}
+
+stored! {
+    /// The socket device.
+    VsockSpec of v1::VsockSpec {
+        #[prost(uint32, tag = "1")]
+        cid: u32,
+    }
 }
 
 stored! {

@@ -45,6 +45,7 @@ fn a_spec_is_read_as_it_was_written() {
         virtio_console: Some(v1::VirtioConsoleSpec {}),
         guest_agent: Some(v1::GuestAgentSpec {}),
         tpm: Some(v1::TpmSpec {}),
+        vsock: Some(v1::VsockSpec { cid: 7 }),
         probes: Some(v1::ProbesSpec {
             startup: Some(v1::Probe {
                 check: Some(v1::probe::Check::Http(v1::HttpCheck {

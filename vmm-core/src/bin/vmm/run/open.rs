@@ -78,6 +78,9 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
     if spec.tpm {
         bail!("spec.tpm: only vmmd starts swtpm: start the VM with vmmd, or leave spec.tpm out");
     }
+    if spec.vsock.is_some() {
+        bail!("spec.vsock: only vmmd connects clients: start the VM with vmmd, or leave spec.vsock out");
+    }
     let (kernel, firmware) = match &spec.boot {
         Boot::Linux {
             kernel,
@@ -159,6 +162,7 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
         sync_clock: spec.clock == ClockOnResume::Sync,
         shares: Vec::new(),
         tpm: None,
+        vsock: None,
         display: open_display(&mut fds, spec.display.as_ref(), sockets.vnc)?,
         console: open_console(&mut fds, spec.virtio_console, sockets.hvc)?,
         channels: open_channels(&mut fds, spec.guest_agent, sockets.agent)?,

@@ -156,6 +156,7 @@ static WORKER: &[Entry] = &[
     entry!(SYS_ioctl, Low16(1, &[kvm(0x61)])) // KVM_IRQ_LINE
         .unseen("a guest that drives a device without MSI-X"),
     entry!(SYS_accept4).unseen("a client of a channel"),
+    entry!(SYS_shutdown).unseen("a guest that ends a direction of a connection of its socket device"),
     entry!(SYS_ioctl, Low16(1, &[TUNSETOFFLOAD])),
     entry!(SYS_ioctl, Low16(1, &[TUNSETQUEUE])).unseen("a network interface with several pairs of queues"),
     entry!(
@@ -291,6 +292,7 @@ static MAIN: &[Entry] = &[
         )
     ),
     entry!(SYS_memfd_create),
+    entry!(SYS_ppoll).unseen("several clients of a socket device whose guest has no driver"),
     entry!(SYS_mbind),
     entry!(SYS_fcntl, OneOf(1, &[libc::F_ADD_SEALS as u64])),
     entry!(
