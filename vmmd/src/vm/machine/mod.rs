@@ -741,11 +741,11 @@ mod tests {
         assert_ne!(moved.disk_slots["disk1"], CHANNELS_SLOT);
         old.disk_slots.insert("disk1".to_owned(), VSOCK_SLOT);
         assert_eq!(
-            reallocate(&spec, &old, &old, || Mac::local([2; 6])).disk_slots,
+            reallocate(&spec, &old, &old, |_| Mac::local([2; 6])).disk_slots,
             old.disk_slots
         );
         spec.vsock = Some(Vsock { cid: 3 });
-        let moved = reallocate(&spec, &old, &old, || Mac::local([2; 6]));
+        let moved = reallocate(&spec, &old, &old, |_| Mac::local([2; 6]));
         assert_ne!(moved.disk_slots["disk1"], VSOCK_SLOT);
     }
 
