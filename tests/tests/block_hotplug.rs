@@ -12,7 +12,7 @@ const TIMEOUT: i32 = 10;
 /// Disks of a VM without NICs.
 const MOST_DISKS: usize = 64;
 /// Those of them that are on bus 0.
-const ON_BUS_0: usize = 15;
+const ON_BUS_0: usize = 14;
 
 /// A guest with so many disks, `d0` to `dN`, which it calls `vda` and so on.
 fn with_disks(case: &Case, mut spec: VmSpec, count: usize) -> VmSpec {
@@ -97,12 +97,12 @@ fn attached_disk_is_there_after_a_restart_and_a_reset() {
     let guest = case.storage_guest(Kernel::Cloud612);
     let (vm, mut console) = Vm::boot(&case, "", &with_disks(&case, guest, ON_BUS_0 - 1));
     // The last one of bus 0, and the first of bus 1, which comes with it.
-    for (name, device) in [("data", "vdo"), ("more", "vdp")] {
+    for (name, device) in [("data", "vdn"), ("more", "vdo")] {
         let image = case.image(name, Format::Raw, 8);
         attach(&vm, name, Format::Raw, &image);
         wait_for(&mut console, device, true);
     }
-    let both = "test -b /dev/vdo && test -b /dev/vdp";
+    let both = "test -b /dev/vdn && test -b /dev/vdo";
     let slots = || ["data", "more"].map(|disk| vm.disk(disk)["pciSlot"].clone());
     let before = slots();
     console.type_line("reboot");
@@ -113,7 +113,7 @@ fn attached_disk_is_there_after_a_restart_and_a_reset() {
     let mut console = vm.booted();
     console.run(both);
     assert_eq!(slots(), before);
-    for (name, device) in [("data", "vdo"), ("more", "vdp")] {
+    for (name, device) in [("data", "vdn"), ("more", "vdo")] {
         vm.ctl_with("detach", &format!("{name} --timeout 60s"));
         wait_for(&mut console, device, false);
     }
@@ -132,12 +132,12 @@ fn a_further_bus_comes_with_its_first_disk(#[case] kernel: Kernel) {
     let image = case.image("data", Format::Raw, 8);
     for _ in 0..2 {
         attach(&vm, "data", Format::Raw, &image);
-        wait_for(&mut console, "vdp", true);
+        wait_for(&mut console, "vdo", true);
         assert_eq!(buses(&mut console), "0000:00 0000:01");
-        let write = "dd if=/dev/zero of=/dev/vdp bs=64k count=8 2>/dev/null && sync";
+        let write = "dd if=/dev/zero of=/dev/vdo bs=64k count=8 2>/dev/null && sync";
         console.run(write);
         vm.ctl_with("detach", "data --timeout 60s");
-        wait_for(&mut console, "vdp", false);
+        wait_for(&mut console, "vdo", false);
     }
     // The bus outlives its disk.
     assert_eq!(buses(&mut console), "0000:00 0000:01");

@@ -25,6 +25,7 @@ fn debian_boots_serves_ssh_and_keeps_synced_data() {
             json!([{"name": "eth0", "network": network, "address": "10.77.0.2"}]),
         )
         .set("/guestAgent", json!({}))
+        .set("/vsock", json!({}))
         .cmdline("norandmaps root=/dev/vda rw ip=:::::eth0:dhcp net.ifnames=0");
     let vm = Vm::start(&case, "", &spec);
     vm.console().until("login:", BOOT);
@@ -76,6 +77,7 @@ fn debian_boots_serves_ssh_and_keeps_synced_data() {
     assert_eq!((failed.status.code(), failed.stderr.as_str()), (Some(3), "no\n"));
     the_agent_describes_the_guest_and_freezes_it(&vm, &folder);
     the_agent_sets_a_password_and_a_key(&vm, &folder);
+    sockets_carry_data_both_ways(&vm, &folder);
 
     // A port of the node's own leads there, for as long as vmmctl runs.
     let forwarded = node
@@ -187,4 +189,33 @@ fn the_agent_sets_a_password_and_a_key(vm: &Vm<'_>, folder: &str) {
         "{keys}"
     );
     assert!(deleted.contains("ssh-"), "the other keys stay: {keys}");
+}
+
+/// Connections by AF_VSOCK (40) to a server of the guest, and of the guest to a waiting client.
+fn sockets_carry_data_both_ways(vm: &Vm<'_>, folder: &str) {
+    let (node, name) = (vm.node(), vm.name());
+    let server = r#"socket($l, 40, 1, 0) or die $!;
+        bind($l, pack("SSLLL", 40, 0, 5000, 0xffffffff, 0)) or die $!;
+        listen($l, 5);
+        if (fork) { exit }
+        open(STDOUT, ">/dev/null"); open(STDERR, ">/dev/null");
+        accept($c, $l);
+        while (sysread($c, $b, 65536)) { for ($o = 0; $o < length $b; ) { $o += syswrite($c, $b, length($b) - $o, $o) } }
+        shutdown($c, 1);"#;
+    let client = r#"socket($s, 40, 1, 0) or die $!;
+        connect($s, pack("SSLLL", 40, 0, 6000, 2, 0)) or die $!;
+        syswrite($s, "from the guest\n");"#;
+    node.sh(&format!(
+        "cd {folder} && cat >server <<'PERL'\n{server}\nPERL\ncat >client <<'PERL'\n{client}\nPERL\n"
+    ));
+    node.sh(&format!(
+        "cd {folder} && vmmctl exec -i {name} -- perl <server && head -c 4194304 /dev/urandom >sent && \
+         timeout 120 vmmctl vsock connect {name} 5000 <sent >echoed && cmp sent echoed"
+    ));
+    // The client waits before the guest connects.
+    let heard = node.sh(&format!(
+        "cd {folder} && {{ timeout 120 vmmctl vsock listen {name} 6000 </dev/null >heard & }} && \
+         timeout 60 sh -c 'until vmmctl exec -i {name} -- perl <client; do sleep 1; done' && wait && cat heard"
+    ));
+    assert_eq!(heard.trim(), "from the guest");
 }

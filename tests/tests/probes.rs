@@ -3,7 +3,7 @@
 use serde_json::json;
 use vmmd_tests::Case;
 use vmmd_tests::node::Kernel;
-use vmmd_tests::vm::Vm;
+use vmmd_tests::vm::{Console, Vm};
 
 /// How long a change of a condition may take in a slow node, in seconds.
 const PATIENCE: u64 = 120;
@@ -15,6 +15,14 @@ fn wait(vm: &Vm<'_>, condition: &str) {
     );
 }
 
+/// What the node tells the guest without an agent.
+fn the_guest_reads_metadata_and_credentials(console: &mut Console) {
+    let data = console.run("wget -q -O - http://169.254.169.254/user-data");
+    assert!(data.contains("hostname: by-metadata"), "{data}");
+    let strings = console.run("tr '\\0' '\\n' </sys/firmware/dmi/tables/DMI | grep io.systemd");
+    assert_eq!(strings.trim(), "io.systemd.credential:greeting=hello");
+}
+
 #[test]
 fn probes_follow_a_server_that_is_late_hangs_and_fails() {
     let case = Case::new("probes");
@@ -24,7 +32,9 @@ fn probes_follow_a_server_that_is_late_hangs_and_fails() {
     case.at_end(format!("vmmctl network rm {network}"));
     let spec = case
         .net_guest(Kernel::Cloud612)
-        .set("/nics", json!([{"name": "eth0", "network": network}]))
+        .set("/nics", json!([{"name": "eth0", "network": network, "metadata": true}]))
+        .set("/cloudInit", json!({"userData": "#cloud-config\nhostname: by-metadata\n"}))
+        .set("/credentials", json!([{"name": "greeting", "value": "hello"}]))
         .set(
             "/probes",
             json!({
@@ -37,6 +47,7 @@ fn probes_follow_a_server_that_is_late_hangs_and_fails() {
     // Late: the guest runs, and is not ready.
     wait(&vm, "Ready=false");
     console.run("ip link set eth0 up && udhcpc -i eth0 -s /lib/udhcpc -n -q -t 20 -T 2");
+    the_guest_reads_metadata_and_credentials(&mut console);
     console.run("mkdir /www && echo fine >/www/health");
     console.run("busybox httpd -p 80 -h /www && busybox httpd -p 81 -h /www");
     wait(&vm, "Ready");

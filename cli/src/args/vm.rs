@@ -270,7 +270,7 @@ pub struct Guest {
     /// Add a channel to the QEMU guest agent in the guest: `vmmctl exec`
     #[arg(long)]
     pub guest_agent: bool,
-    /// Add a socket device (AF_VSOCK): `vmmctl vsock`, `vmmctl ssh --vsock`
+    /// Add a socket device (AF_VSOCK): `vmmctl vsock connect`, `vmmctl ssh --vsock`
     #[arg(long)]
     pub vsock: bool,
     /// Add a TPM 2.0; needs the package swtpm on the node

@@ -29,6 +29,7 @@ mod plan;
 mod pool;
 pub(crate) mod routes;
 pub(crate) mod rules;
+pub(crate) mod table;
 mod update;
 
 use std::{
@@ -476,6 +477,12 @@ impl Networks {
         let networks = self.registry.lock();
         networks.state(networks.name_of(uid)?)?.problem.clone()
     }
+}
+
+/// The MAC address of a network's bridge.
+fn bridge_mac(record: &NetworkRecord) -> [u8; 6] {
+    let byte = |index: usize| record.uid.get(index).copied().unwrap_or(0);
+    [2, byte(0), byte(1), byte(2), byte(3), byte(4)]
 }
 
 /// MTU of a new network without one of its own, in bytes: that of the node's default route, within the limits of networks.

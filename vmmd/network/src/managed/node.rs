@@ -3,7 +3,6 @@
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     io,
-    net::{IpAddr, Ipv4Addr},
     sync::PoisonError,
     time::Duration,
 };
@@ -15,39 +14,32 @@ use vmmd_objects::event::{Draft, Object};
 use vmmd_spec::{
     Violations,
     firewall::Firewall,
-    network::{
-        Ipv6Net, NetworkMode, Subnet,
-        dhcp::{DhcpOption, Route},
-    },
+    network::{Ipv6Net, NetworkMode},
     nic::Mac,
 };
 use vmmd_store::store_failure;
 use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
 use super::{
-    Links, NetworkState, Networks, Ports, bridge, decline,
+    Links, NetworkState, Networks, Ports, bridge, bridge_mac, decline,
     describe::{failed, tell},
     filter::Filter,
     folder,
     helper::{self, Served},
-    metadata,
     neighbors::{self, Obstacle},
     plan::{self, Found, Step, Wanted},
     routes,
     rules::{self, Port},
     spec_of,
+    table::table,
 };
 use crate::{
     Link,
     guard::{Guard, TapGuard},
-    netd::{self, Table},
 };
 
 /// Interval between comparisons of the node with the wanted state.
 pub const PERIOD: Duration = Duration::from_secs(60);
-/// For how long VMs are given their addresses, in seconds. They have them for their lives; a client asks again at half time.
-pub(crate) const LEASE_SECONDS: u32 = 3600;
-
 /// Differences between the node and the wanted state.
 #[derive(Debug, Default)]
 pub struct Repairs {
@@ -588,12 +580,6 @@ fn wanted(record: &NetworkRecord) -> Option<Wanted> {
     })
 }
 
-/// The MAC address of a network's bridge.
-fn bridge_mac(record: &NetworkRecord) -> [u8; 6] {
-    let byte = |index: usize| record.uid.get(index).copied().unwrap_or(0);
-    [2, byte(0), byte(1), byte(2), byte(3), byte(4)]
-}
-
 /// The network as the packet filter sees it; `None` while it is being deleted.
 pub(super) fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
     let spec = spec_of(record).filter(|_| !record.leaving)?;
@@ -645,126 +631,6 @@ fn firewall(lease: &LeaseRecord) -> Firewall {
     }
 }
 
-/// The table of a network's helper. The leases of `secondary`, by VM and NIC, have no default route.
-fn table(
-    spec: &vmmd_spec::network::NetworkSpec,
-    record: &NetworkRecord,
-    secondary: &BTreeSet<(Vec<u8>, String)>,
-) -> Table {
-    let leases = record.leases.iter().filter(|lease| lease.released_ms == 0);
-    let hosts = leases.filter_map(|lease| {
-        let host = netd::Host {
-            address: lease.ip(),
-            address6: spec.net6.and_then(|net| Some(net.of(lease.mac()?))),
-            name: lease.vm_name.clone(),
-            primary: !secondary.contains(&(lease.vm.clone(), lease.nic.clone())),
-            metadata: lease.metadata.then(|| metadata::name(&lease.vm)),
-        };
-        Some((lease.mac()?.to_string(), host))
-    });
-    Table {
-        network: record.name.clone(),
-        search: Vec::new(),
-        domain: spec.domain.clone().unwrap_or_default(),
-        records: records(spec, &record.name),
-        routes: spec.mode != NetworkMode::Isolated,
-        ipv4: spec.subnet.map(|Subnet { net, gateway }| netd::Ipv4 {
-            gateway,
-            mask: net.mask(),
-            broadcast: net.last(),
-            routes: spec
-                .routes
-                .iter()
-                .filter_map(|route| route4(route, gateway))
-                .collect(),
-            options: options(&spec.dhcp_options),
-        }),
-        mtu: spec.mtu,
-        forward: name_servers(spec),
-        site: !spec.dns.is_empty(),
-        ntp: spec.ntp.clone(),
-        lease_seconds: LEASE_SECONDS,
-        ipv6: spec.net6.map(|net| netd::Ipv6 {
-            bridge: bridge(record),
-            mac: bridge_mac(record),
-            prefix: net.first(),
-            routes: spec.routes.iter().filter_map(route6).collect(),
-            options: options(&spec.dhcp6_options),
-        }),
-        hosts: hosts.collect(),
-    }
-}
-
-/// Addresses by complete name.
-fn records(spec: &vmmd_spec::network::NetworkSpec, network: &str) -> BTreeMap<String, Vec<IpAddr>> {
-    let records = spec.dns_records.iter().map(|(name, addresses)| {
-        let name = match &spec.domain {
-            _ if name.contains('.') => name.clone(),
-            Some(domain) => format!("{name}.{domain}"),
-            None => format!("{name}.{network}.internal"),
-        };
-        (name, addresses.clone())
-    });
-    records.collect()
-}
-
-fn route4(route: &Route, gateway: Ipv4Addr) -> Option<netd::Route4> {
-    match route.to.first {
-        IpAddr::V4(first) => Some(netd::Route4 {
-            to: (first, route.to.prefix),
-            via: route.via.unwrap_or(gateway),
-        }),
-        IpAddr::V6(_) => None,
-    }
-}
-
-fn route6(route: &Route) -> Option<netd::Route6> {
-    match route.to.first {
-        IpAddr::V6(first) => Some(netd::Route6 {
-            to: (first, route.to.prefix),
-        }),
-        IpAddr::V4(_) => None,
-    }
-}
-
-fn options(options: &[DhcpOption]) -> Vec<netd::DhcpOption> {
-    let options = options.iter().map(|option| netd::DhcpOption {
-        code: option.code,
-        value: option.value.clone(),
-    });
-    options.collect()
-}
-
-/// Most name servers that are asked for the names of the outside, as many as resolv.conf(5) has.
-pub(crate) const NAME_SERVERS: usize = 3;
-
-/// Name servers for names outside the network: those of its spec, or those of the node. Empty for
-/// an isolated network, because names are a way out.
-fn name_servers(spec: &vmmd_spec::network::NetworkSpec) -> Vec<IpAddr> {
-    if spec.mode == NetworkMode::Isolated {
-        return Vec::new();
-    }
-    if !spec.dns.is_empty() {
-        return spec.dns.clone();
-    }
-    let text = std::fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
-    let mut servers = resolvers(&text);
-    // It would ask itself.
-    let own = spec.subnet.map(|subnet| IpAddr::from(subnet.gateway));
-    servers.retain(|server| Some(*server) != own);
-    servers.truncate(NAME_SERVERS);
-    servers
-}
-
-/// The name servers in a resolv.conf(5), without those of an interface ("fe80::1%eth0").
-fn resolvers(text: &str) -> Vec<IpAddr> {
-    let servers = text.lines().filter_map(|line| {
-        let mut words = line.split_whitespace();
-        (words.next() == Some("nameserver")).then(|| words.next()?.parse().ok())?
-    });
-    servers.collect()
-}
-
 /// Whether the NIC that has a lease is in its VM's spec, or in the VM as it runs. `vms` are those of the node, by UUID.
 fn is_used(vms: &HashMap<&str, &v1::Vm>, network: &str, lease: &LeaseRecord) -> bool {
     let uid = Uuid::from_slice(&lease.vm).unwrap_or_default().to_string();
@@ -793,20 +659,4 @@ pub(super) fn users(host: Ports<'_>, network: &str) -> Vec<String> {
     let using = vms.iter().filter(|vm| nics_in(vm, network).next().is_some());
     let names = using.filter_map(|vm| Some(format!("VM \"{}\"", vm.metadata.as_ref()?.name)));
     names.collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_nodes_name_servers_are_those_of_resolv_conf() {
-        let text = "# made by hand\nsearch example.com\nnameserver 127.0.0.53\n nameserver 2001:db8::1\nnameserver fe80::1%eth0\n";
-        let expected: [IpAddr; 2] = ["127.0.0.53".parse().unwrap(), "2001:db8::1".parse().unwrap()];
-        assert_eq!(resolvers(text), expected);
-        assert_eq!(
-            resolvers("nameserver\nnameservers 10.0.0.1\n"),
-            Vec::<IpAddr>::new()
-        );
-    }
 }

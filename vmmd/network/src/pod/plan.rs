@@ -9,7 +9,7 @@ use vmmd_spec::{network::Ipv6Net, nic::Mac};
 
 use super::{End, Resolver};
 use crate::{
-    managed::node::{LEASE_SECONDS, NAME_SERVERS},
+    managed::table::{LEASE_SECONDS, NAME_SERVERS},
     netd::{self, Table},
 };
 

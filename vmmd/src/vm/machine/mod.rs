@@ -518,9 +518,9 @@ mod tests {
     fn plugged_disk_takes_the_lowest_free_slot() {
         let mut spec = full();
         let disk = spec.disks.remove(3);
-        spec.disks.pop();
+        spec.disks.truncate(13);
         let mut hardware = allocate(&spec, |_| Mac::local([2; 6]));
-        assert_eq!(free_slot(Bus::Virtio, &[&hardware]), Some(24));
+        assert_eq!(free_slot(Bus::Virtio, &[&hardware]), Some(23));
         hardware.disk_slots.remove("disk5");
         let slot = free_slot(Bus::Virtio, &[&hardware]).unwrap();
         hardware.disk_slots.insert(disk.name.to_string(), slot);
@@ -528,7 +528,7 @@ mod tests {
         assert_eq!((wire.name.as_str(), wire.pci_slot, wire.fd), ("disk3", slot, 0));
         let below: Vec<_> = wire.backing.iter().map(|image| image.fd).collect();
         assert_eq!((below, fds.len()), (vec![1, 2], 3));
-        hardware.disk_slots.insert("more".into(), 24);
+        hardware.disk_slots.insert("more".into(), 23);
         assert_eq!(
             free_slot(Bus::Virtio, &[&hardware]),
             Some(33),
