@@ -96,6 +96,15 @@ const MEDIUM: [&str; 5] = ["path", "disk", "podVolume", "format", "beneath"];
 /// Fields of a NIC that [`Live::NicAccess`] covers.
 const ACCESS: [&str; 4] = ["publishedPorts", "firewall", "routedSubnets", "securityGroups"];
 
+/// Messages without required fields that a machine has or does not have. For other messages an empty one and none are the same.
+const PRESENT: [&str; 5] = [
+    "spec.display",
+    "spec.guestAgent",
+    "spec.tpm",
+    "spec.virtioConsole",
+    "spec.vsock",
+];
+
 /// Paths that [`Live::Processors`] covers.
 const PROCESSORS: [&str; 3] = [
     "spec.cpu.coreFractionPercent",
@@ -352,6 +361,10 @@ fn walk(path: String, running: &Json, desired: &Json, found: &mut Vec<Change>) {
             }
         }
         return;
+    }
+    let is_empty = |json: &Json| json.as_object().is_none_or(serde_json::Map::is_empty);
+    if PRESENT.contains(&path.as_str()) && is_empty(running) && is_empty(desired) {
+        return note(path, running.clone(), desired.clone(), found);
     }
     let fields = |json: &Json| match json {
         Json::Object(fields) => Some(fields.keys().cloned().collect()),

@@ -282,6 +282,26 @@ fn values_are_those_of_both_sides() {
 }
 
 #[test]
+fn empty_message_of_a_device_is_a_change() {
+    let desired = VmSpec {
+        display: Some(v1::DisplaySpec::default()),
+        guest_agent: Some(v1::GuestAgentSpec {}),
+        tpm: Some(v1::TpmSpec {}),
+        virtio_console: Some(v1::VirtioConsoleSpec {}),
+        vsock: Some(v1::VsockSpec::default()),
+        ..VmSpec::default()
+    };
+    let none = VmSpec::default();
+    for (running, desired) in [(&none, &desired), (&desired, &none)] {
+        let changes = compare(running, desired);
+        let paths: Vec<_> = changes.iter().map(|change| change.path.as_str()).collect();
+        assert_eq!(paths, PRESENT);
+        assert!(changes.iter().all(|change| change.verdict == Verdict::Restart));
+    }
+    assert_eq!(compare(&desired, &desired), []);
+}
+
+#[test]
 fn nic_in_the_network_of_a_pod_is_not_plugged() {
     let mut in_pod = spec();
     in_pod.nics[0].attachment = Some(nic_spec::Attachment::PodNetwork(v1::PodNetwork::default()));
