@@ -15,7 +15,7 @@ fn wait(vm: &Vm<'_>, condition: &str) {
     );
 }
 
-/// What the node tells the guest without an agent.
+/// Checks the guest's view of its metadata and credentials.
 fn the_guest_reads_metadata_and_credentials(console: &mut Console) {
     let data = console.run("wget -q -O - http://169.254.169.254/user-data");
     assert!(data.contains("hostname: by-metadata"), "{data}");
@@ -29,11 +29,15 @@ fn probes_follow_a_server_that_is_late_hangs_and_fails() {
     let case = Case::new("probes");
     let node = case.node();
     let network = case.name();
-    node.sh(&format!("vmmctl network create {network} --cidr 10.91.0.0/24"));
+    node.sh(&format!(
+        "vmmctl network create {network} --cidr 10.91.0.0/24 --security-group probed,in=tcp:80-81"
+    ));
     case.at_end(format!("vmmctl network rm {network}"));
     let spec = case
         .net_guest(Kernel::Cloud612)
-        .set("/nics", json!([{"name": "eth0", "network": network, "metadata": true}]))
+        .set("/nics", json!([{
+                "name": "eth0", "network": network, "metadata": true, "securityGroups": ["probed"], "firewall": {"egress": {}},
+            }]))
         .set("/cloudInit", json!({"userData": "#cloud-config\nhostname: by-metadata\n"}))
         .set("/credentials", json!([{"name": "greeting", "value": "hello"}]))
         .set("/runPolicy", json!("RUN_POLICY_RERUN_ON_FAILURE"))
@@ -66,6 +70,16 @@ fn probes_follow_a_server_that_is_late_hangs_and_fails() {
     let ready = vm.ctl("describe");
     assert!(ready.contains("status 404"), "{ready}");
     console.run("mv /www/other /www/health");
+    wait(&vm, "Ready");
+    // Its security group drops the connections, and passes them again.
+    let rules = |ports: &str| {
+        node.sh(&format!(
+            "vmmctl update network {network} --security-group probed,in=tcp:{ports}"
+        ));
+    };
+    rules("81");
+    wait(&vm, "Ready=false");
+    rules("80-81");
     wait(&vm, "Ready");
     // The server of the liveness probe ends: the guest starts again.
     let pid = vm.pid();

@@ -14,15 +14,15 @@ use vmmd_host::failure::Failure;
 use super::{Agent, Ended, GuestFile};
 use crate::{host::Host, registry::vms::Entry};
 
-/// What the shell does. Descriptor 9 is the last one to open, so the others exist when it exists. The shell waits for 10 minutes at
-/// most: 5 s in short steps, then in seconds.
+/// Script of the shell. It opens descriptor 9 last, so the other descriptors exist when that one exists. It waits for the word for
+/// 10 minutes at most: 5 s in short steps, then in seconds.
 const SCRIPT: &str = r#"d=$(umask 077; mktemp -d "${TMPDIR:-/tmp}/vmmd.XXXXXX") || exit 125
 : >"$d/0" && exec <"$d/0" >"$d/1" 2>"$d/2" 9>"$d/9" || exit 125
 rm -rf "$d"
 n=0
 until [ -s /proc/$$/fd/9 ]; do
     n=$((n + 1))
-    [ $n -lt 650 ] || exit 125
+    [ $n -lt 650 ] || { echo 'the input of the command did not come within 10 minutes' >&2; exit 125; }
     if [ $n -lt 50 ]; then sleep 0.1; else sleep 1; fi
 done
 read -r word </proc/$$/fd/9

@@ -64,7 +64,7 @@ impl QemuAgent {
             .spawn()
             .expect("qemu-ga: .ci/setup installs it");
         let mut port = within(async || UnixStream::connect(&port).await.ok()).await;
-        // As with the port of a machine, the agent sees one connection for ever.
+        // The agent has one connection up to its end, as at the port of a machine.
         tokio::spawn(async move {
             let (mut from_agent, mut to_agent) = port.split();
             while let Ok((mut stream, _)) = listener.accept().await {
