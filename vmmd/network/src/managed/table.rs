@@ -1,4 +1,4 @@
-//! What the helper of a network serves: addresses, routes, names and options.
+//! The table from which the helper of a network serves addresses, routes, names and options.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -322,8 +322,8 @@ async fn admit(
     Ok(held)
 }
 
-/// The MAC address of a NIC whose spec has none: that of the reservation that the NIC names, or a locally administered address that no VM
-/// of the node has.
+/// Chooses the MAC address of a NIC without `mac`: the one of its reservation, or a locally administered address that is unique on the
+/// node.
 pub fn chosen_mac(host: &Host, nic: &Nic) -> Mac {
     if let Some(mac) = vmmd_network::reserved_mac(&host.networks, nic) {
         return mac;

@@ -82,7 +82,7 @@ pub struct Parts {
     pub free_huge_pages: Option<u64>,
 }
 
-/// Gives a new VM its PCI addresses and MACs. `chosen` makes a MAC for a NIC whose spec has none.
+/// Gives a new VM its PCI addresses and MACs. `chosen` gives the MAC of a NIC without `mac`.
 pub fn allocate(spec: &VmSpec, chosen: impl FnMut(&Nic) -> Mac) -> Hardware {
     let none = Hardware {
         rng_slot: RNG_SLOT,
