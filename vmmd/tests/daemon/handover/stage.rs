@@ -150,8 +150,8 @@ impl Stage {
             Trouble::TargetsVmm => self.loses_vmm(Side::Target, step).await,
             Trouble::SourcesDisk => self.fills(Side::Source, true),
             Trouble::TargetsDisk => self.fills(Side::Target, true),
-            Trouble::SourceGone => self.loses_node(Side::Source),
-            Trouble::TargetGone => self.loses_node(Side::Target),
+            Trouble::SourceGone => self.loses_node(Side::Source).await,
+            Trouble::TargetGone => self.loses_node(Side::Target).await,
         }
         let mut refused = self.network.refused.subscribe();
         let offers = async |target: &Daemon| target.events("Created").await.len();
@@ -207,6 +207,7 @@ impl Stage {
     async fn loses_vmm(&self, side: Side, step: &Step) {
         let daemon = self.daemon(side);
         kill_vmm(daemon);
+        no_vmm_is_left(daemon).await;
         if !step.holds_actor_of(side) {
             within(async || {
                 let vm = daemon.get(VM).await;
@@ -218,7 +219,7 @@ impl Stage {
     }
 
     /// Daemon and `vmm` end, for good.
-    fn loses_node(&mut self, side: Side) {
+    async fn loses_node(&mut self, side: Side) {
         match side {
             Side::Source => self.source.kill(),
             Side::Target => self.target.kill(),
@@ -227,6 +228,7 @@ impl Stage {
         for process in daemon.vmm_processes() {
             rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
         }
+        no_vmm_is_left(daemon).await;
     }
 
     fn fills(&self, side: Side, full: bool) {
@@ -373,6 +375,11 @@ async fn loses_its_disk(daemon: &Daemon) {
     let disk = daemon.disk(DISK).await.unwrap();
     assert_eq!(fs::read(&state(&disk).path).unwrap(), CONTENT);
     daemon.remove(DISK).await.unwrap();
+}
+
+/// Waits for the end of killed processes: a guest runs until its process has ended.
+async fn no_vmm_is_left(daemon: &Daemon) {
+    within(async || daemon.vmm_processes().is_empty().then_some(())).await;
 }
 
 /// No VM, and nothing that VMs have.
