@@ -19,8 +19,8 @@ fn not_zero(console: &mut Console, first_mib: u64, mib: u64) -> u64 {
 }
 
 #[rstest]
-#[case(Format::Raw, 512)]
 #[case(Format::Qcow2, 4096)]
+#[case::nightly(Format::Raw, 512)]
 #[case::nightly(Format::Raw, 4096)]
 #[case::nightly(Format::Qcow2, 512)]
 fn fstrim_and_blkdiscard_free_space_and_zero_ranges(#[case] format: Format, #[case] block: u32) {

@@ -43,10 +43,11 @@ impl<'node> Pauses<'node> {
 }
 
 #[rstest]
-fn random_writes_read_back_during_pauses(
-    #[values(Format::Raw, Format::Qcow2)] format: Format,
-    #[values(1, 4)] queues: u32,
-) {
+#[case::raw(Format::Raw, 1)]
+#[case::qcow2(Format::Qcow2, 4)]
+#[case::nightly(Format::Raw, 4)]
+#[case::nightly(Format::Qcow2, 1)]
+fn random_writes_read_back_during_pauses(#[case] format: Format, #[case] queues: u32) {
     let case = Case::new("blk-verify");
     let folder = case.folder();
     let image = case.image("data", format, 32);

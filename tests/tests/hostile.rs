@@ -8,7 +8,7 @@ use vmmd_tests::{Case, long};
 
 /// Distance between the accessed bytes of BARs behind the registers; a long test accesses each
 /// byte. Each access leaves the guest. With more exits the emulator loses the guest more often.
-const DISTANCE: u64 = 32;
+const DISTANCE: u64 = 64;
 /// The same of a machine that is restored all the time, of which half the time goes into that.
 const RESTORED_DISTANCE: u64 = 128;
 

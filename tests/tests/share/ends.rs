@@ -7,34 +7,6 @@ use vmmd_tests::vm::Vm;
 use crate::{Srv, server, until, with_shares};
 
 #[test]
-fn shares_are_added_and_taken_away_by_vmmctl() {
-    let case = Case::new("share-ctl");
-    let srv = Srv::new(&case, &["data"]);
-    let node = case.node();
-    srv.sh("ln -s /etc out && echo fixed >data/file");
-    let (vm, mut console) = Vm::boot(&case, "", &with_shares(&case, &[]));
-    let mount = "mount -t virtiofs data /mnt";
-    console.run(&format!("! {mount} 2>/dev/null"));
-    let refused = vm.try_ctl_with("share add", &format!("{}/out", srv.path));
-    assert!(
-        !refused.success() && refused.stderr.contains("symbolic link"),
-        "{}",
-        refused.stderr
-    );
-    vm.ctl_with("share add", &format!("{}/data,ro --restart", srv.path));
-    let mut console = vm.booted();
-    let read = console.run(&format!("{mount} && ! touch /mnt/new 2>/dev/null; cat /mnt/file"));
-    assert_eq!(read, "fixed\n");
-    // Taken away, it is gone as soon as the guest has ejected it.
-    console.run("umount /mnt");
-    let last = server(&vm);
-    vm.ctl_with("share rm", "data");
-    assert_eq!(vm.ctl("share ls").lines().count(), 1);
-    until(node, &format!("[ ! -d /proc/{last} ]"));
-    console.run(&format!("! {mount} 2>/dev/null"));
-}
-
-#[test]
 fn share_is_attached_detached_and_attached_again() {
     let case = Case::new("share-plug");
     let srv = Srv::new(&case, &["data"]);
@@ -173,5 +145,38 @@ mod exclusive {
         let left = node.sh("grep -c /srv/ /proc/mounts; find /run/vmmd/vms -name 'share-*.sock'; true");
         assert_eq!(left, "0\n");
         assert_eq!(failures(), before);
+    }
+}
+
+/// Tests that `make nightly` runs and `make test` does not.
+mod nightly {
+    use super::*;
+
+    #[test]
+    fn shares_are_added_and_taken_away_by_vmmctl() {
+        let case = Case::new("share-ctl");
+        let srv = Srv::new(&case, &["data"]);
+        let node = case.node();
+        srv.sh("ln -s /etc out && echo fixed >data/file");
+        let (vm, mut console) = Vm::boot(&case, "", &with_shares(&case, &[]));
+        let mount = "mount -t virtiofs data /mnt";
+        console.run(&format!("! {mount} 2>/dev/null"));
+        let refused = vm.try_ctl_with("share add", &format!("{}/out", srv.path));
+        assert!(
+            !refused.success() && refused.stderr.contains("symbolic link"),
+            "{}",
+            refused.stderr
+        );
+        vm.ctl_with("share add", &format!("{}/data,ro --restart", srv.path));
+        let mut console = vm.booted();
+        let read = console.run(&format!("{mount} && ! touch /mnt/new 2>/dev/null; cat /mnt/file"));
+        assert_eq!(read, "fixed\n");
+        // Taken away, it is gone as soon as the guest has ejected it.
+        console.run("umount /mnt");
+        let last = server(&vm);
+        vm.ctl_with("share rm", "data");
+        assert_eq!(vm.ctl("share ls").lines().count(), 1);
+        until(node, &format!("[ ! -d /proc/{last} ]"));
+        console.run(&format!("! {mount} 2>/dev/null"));
     }
 }

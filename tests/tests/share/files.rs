@@ -85,26 +85,6 @@ fn files_behave_in_a_share_as_they_do_on_the_node() {
     }
 }
 
-#[test]
-fn share_refuses_more_open_files_than_its_limit() {
-    let case = Case::new("share-few");
-    let srv = Srv::new(&case, &["data"]);
-    let mut share = srv.share("data");
-    share["maxOpenFiles"] = json!(256);
-    let (_vm, mut console) = Vm::boot(&case, "", &with_shares(&case, &[share]));
-    let read = console.run("mount -t virtiofs data /mnt && echo few >/mnt/file && cat /mnt/file");
-    assert_eq!(read, "few\n");
-    // As many as the spec says, and no more: each that the guest remembers is one.
-    srv.sh(&format!(
-        "for i in $(seq 300); do echo x >data/$i; done; chown {OWNER} data/*"
-    ));
-    let known = console.run("for i in $(seq 300); do cat /mnt/$i 2>/dev/null; done | wc -l");
-    let known: u32 = known.trim().parse().expect("a number");
-    assert!((200..256).contains(&known), "{known}");
-    let error = console.run("cat /mnt/300 2>&1; true");
-    assert!(error.contains("Too many open files in system"), "{error}");
-}
-
 /// Two shares that hold 1 MiB: `full` is a file system of that size, `quota` has a project quota of ext4.
 fn limited(srv: &Srv<'_>) -> [Value; 2] {
     srv.sh(&format!(
@@ -124,6 +104,26 @@ fn limited(srv: &Srv<'_>) -> [Value; 2] {
 /// Tests that `make nightly` runs and `make test` does not.
 mod nightly {
     use super::*;
+
+    #[test]
+    fn share_refuses_more_open_files_than_its_limit() {
+        let case = Case::new("share-few");
+        let srv = Srv::new(&case, &["data"]);
+        let mut share = srv.share("data");
+        share["maxOpenFiles"] = json!(256);
+        let (_vm, mut console) = Vm::boot(&case, "", &with_shares(&case, &[share]));
+        let read = console.run("mount -t virtiofs data /mnt && echo few >/mnt/file && cat /mnt/file");
+        assert_eq!(read, "few\n");
+        // As many as the spec says, and no more: each that the guest remembers is one.
+        srv.sh(&format!(
+            "for i in $(seq 300); do echo x >data/$i; done; chown {OWNER} data/*"
+        ));
+        let known = console.run("for i in $(seq 300); do cat /mnt/$i 2>/dev/null; done | wc -l");
+        let known: u32 = known.trim().parse().expect("a number");
+        assert!((200..256).contains(&known), "{known}");
+        let error = console.run("cat /mnt/300 2>&1; true");
+        assert!(error.contains("Too many open files in system"), "{error}");
+    }
 
     #[test]
     fn hundred_thousand_small_files_are_made_and_removed() {
