@@ -89,7 +89,7 @@ pub enum Describe {
 /// Kinds of `create`.
 #[derive(Debug, Subcommand)]
 pub enum Create {
-    /// Create a VM from options, or the VMs and disks of a manifest
+    /// Create a VM from options, or the objects of a manifest
     Vm(Box<CreateVm>),
     /// Create a disk: empty, a copy of a file or image, or an overlay of another disk
     Disk(Box<CreateDisk>),
@@ -131,6 +131,8 @@ pub enum Edit {
     Vm(EditVm),
     /// Edit the manifest of a disk: labels, annotations, owner and a larger size
     Disk(EditDisk),
+    /// Edit the manifest of a network: all fields but its address ranges, gateway and MTU
+    Network(EditNetwork),
 }
 
 /// Kinds of `delete`.
@@ -334,6 +336,16 @@ pub struct EditDisk {
     pub timeout: Timeout,
 }
 
+/// `edit network`.
+#[derive(Debug, Args)]
+pub struct EditNetwork {
+    /// Name of the network
+    #[arg(value_parser = disk_name, add = complete::names::<v1::Network>())]
+    pub name: String,
+    #[command(flatten)]
+    pub timeout: Timeout,
+}
+
 /// `delete image`, `delete network`, `delete snapshot`.
 #[derive(Debug, Default, Args)]
 pub struct DeleteNamed<K: Kind> {
@@ -387,7 +399,7 @@ pub struct DeleteVm {
     pub timeout: Timeout,
 }
 
-/// VMs and disks to delete.
+/// Objects to delete.
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
 pub struct Deleted {
@@ -400,7 +412,7 @@ pub struct Deleted {
     /// All VMs
     #[arg(long)]
     pub all: bool,
-    /// VMs and disks of a manifest, VMs first; `-` is standard input. May be given several times
+    /// Objects of a manifest, VMs first; `-` is standard input. May be given several times
     #[arg(short, long = "filename", value_name = "FILE")]
     pub files: Vec<PathBuf>,
 }

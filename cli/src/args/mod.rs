@@ -106,13 +106,13 @@ pub enum Command {
     /// Change a VM or an object of another kind, field by field
     #[command(subcommand, disable_help_subcommand = true)]
     Update(kind::Update),
-    /// Change a VM or a disk in an editor ($VISUAL, $EDITOR or vi)
+    /// Change a VM, a disk or a network in an editor ($VISUAL, $EDITOR or vi)
     #[command(subcommand, disable_help_subcommand = true)]
     Edit(kind::Edit),
     /// Delete stopped VMs (their disks stay), or objects of another kind
     #[command(subcommand, visible_alias = "rm", disable_help_subcommand = true)]
     Delete(kind::Delete),
-    /// Create or change VMs and disks to match a manifest
+    /// Create or change VMs, disks and networks to match a manifest
     Apply(vm::Apply),
     /// Print the changes that `apply` would make; ends with 4 if there are any
     Diff(vm::Files),

@@ -83,8 +83,8 @@ pub struct Apply {
     /// How long guests may take to release disks (30s when not given), and to power off with --restart (60s); at most 1h
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub grace: Option<Duration>,
-    /// Let the daemon check everything, print the changes, and change nothing. For new disks, only
-    /// the manifest is checked
+    /// Let the daemon check everything, print the changes, and change nothing. For new disks
+    /// and networks, only the manifest is checked
     #[arg(long, conflicts_with = "restart")]
     pub dry_run: bool,
     #[command(flatten)]
@@ -94,7 +94,7 @@ pub struct Apply {
 /// Manifests: `diff`, `node check`.
 #[derive(Debug, Args)]
 pub struct Files {
-    /// Manifest with VMs and disks as YAML or JSON; `-` is standard input. May be given several times
+    /// Manifest with VMs, disks and networks as YAML or JSON; `-` is standard input. May be given several times
     #[arg(short, long = "filename", value_name = "FILE", required = true)]
     pub files: Vec<PathBuf>,
 }
@@ -133,7 +133,7 @@ pub struct CreateVm {
     /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms(), required_unless_present = "files", conflicts_with = "files")]
     pub name: Option<String>,
-    /// Manifest with VMs and disks as YAML or JSON; `-` is standard input. May be given several times
+    /// Manifest with VMs, disks and networks as YAML or JSON; `-` is standard input. May be given several times
     #[arg(short, long = "filename", value_name = "FILE", conflicts_with_all = FLAGS)]
     pub files: Vec<PathBuf>,
     #[command(flatten)]

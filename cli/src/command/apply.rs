@@ -1,4 +1,4 @@
-//! `apply` and `diff`: make the VMs and disks of manifests match, or print the differences.
+//! `apply` and `diff`: make the objects of manifests match, or print the differences.
 
 use std::path::PathBuf;
 
@@ -6,19 +6,19 @@ use vmmd_api::v1;
 
 use super::{
     act,
-    difference::{self, disk_differences},
-    disk,
+    difference::{self, disk_differences, network_differences},
+    disk, network,
     update::{self, Done, How},
     work::{AT_ONCE, guarded, side_by_side},
 };
 use crate::{
     client::{Client, Kind as _, QUICK, WORK, about_vm, call, empty_answer, send},
     failure::{Code, Failure, Result},
-    manifest::{self, Document, Object, quantity},
+    manifest::{self, Document, Object, quantity, schema},
     output,
 };
 
-/// Reads all files; disks come first in the result, so that VMs find them. A name may occur only once.
+/// Reads all files; disks and networks come first in the result, so that VMs find them. A name of a kind may occur only once.
 pub fn read(files: &[PathBuf]) -> Result<Vec<Document>, Vec<Failure>> {
     let mut documents: Vec<Document> = Vec::new();
     let mut failures = Vec::new();
@@ -45,8 +45,8 @@ pub fn read(files: &[PathBuf]) -> Result<Vec<Document>, Vec<Failure>> {
     Ok(documents)
 }
 
-/// Applies each document: disks one after another, as they may be overlays of each other, then VMs side by side. All others
-/// are tried after a failure.
+/// Applies each document: disks and networks one after another, as disks may be overlays of each other, then VMs side by side.
+/// All others are tried after a failure.
 pub async fn apply(
     client: &Client,
     documents: &[Document],
@@ -61,10 +61,10 @@ pub async fn apply(
         }
         Ok(())
     };
-    let (disks, vms): (Vec<_>, Vec<_>) = documents
+    let (vms, first): (Vec<_>, Vec<_>) = documents
         .iter()
-        .partition(|document| matches!(document.object, Object::Disk(_)));
-    for document in disks {
+        .partition(|document| matches!(document.object, Object::Vm(_)));
+    for document in first {
         tell(document, one(client, &document.object, start, how).await)?;
     }
     let work = |index: usize| {
@@ -125,6 +125,7 @@ pub async fn one(client: &Client, object: &Object, start: bool, how: How) -> Res
     match object {
         Object::Vm(vm) => one_vm(client, vm, start, how).await,
         Object::Disk(request) => one_disk(client, request, how.dry_run, None).await,
+        Object::Network(network) => one_network(client, (**network).clone(), how.dry_run, None).await,
     }
 }
 
@@ -149,26 +150,56 @@ pub async fn one_disk(
         }
         result => result?,
     };
-    let differences = disk_differences(&wanted, &there)?;
-    if !differences.fixed.is_empty() {
-        return Err(difference::of_disk(name, &differences.fixed));
-    }
+    let differences = disk_differences(&wanted, &there)?.of("disk", name)?;
     let size = manifest::disk::size(&wanted);
     let grows = size > manifest::disk::size(&there);
-    if !grows && differences.changeable.is_empty() {
+    if !grows && differences.is_empty() {
         return done(update::UNCHANGED.into(), Vec::new());
     }
     if !dry_run {
         disk::change(client, &wanted, grows, seen).await?;
     }
     let mut texts = Vec::new();
-    if !differences.changeable.is_empty() {
+    if !differences.is_empty() {
         texts.push("changed".to_owned());
     }
     if grows {
         texts.push(format!("resized to {}", quantity::show(size)));
     }
-    done(texts.join(", "), differences.changeable)
+    done(texts.join(", "), differences)
+}
+
+/// Creates a missing network, or changes the fields of an existing one that differ.
+///
+/// With `seen`, only a network in that state is changed.
+pub async fn one_network(
+    client: &Client,
+    wanted: v1::Network,
+    dry_run: bool,
+    seen: Option<v1::Preconditions>,
+) -> Result<Done> {
+    let done = |text: &str, lines| {
+        let text = text.to_owned();
+        Ok(Done { text, lines })
+    };
+    let there = match client.object::<v1::Network>(wanted.name()).await {
+        Err(failure) if failure.code == Code::NotFound => {
+            if !dry_run {
+                network::make(client, wanted).await?;
+            }
+            return done("created", Vec::new());
+        }
+        result => result?,
+    };
+    let differences = network_differences(&wanted, &there)?.of("network", wanted.name())?;
+    if differences.is_empty() {
+        return done(update::UNCHANGED, differences);
+    }
+    if !dry_run {
+        let paths = difference::mask(&differences, schema::NETWORK_SPEC);
+        network::change(client, wanted, paths, seen).await?;
+    }
+    done("changed", differences)
 }
 
 async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, how: How) -> Result<Done> {

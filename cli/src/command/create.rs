@@ -1,10 +1,11 @@
-//! `create vm`: VMs and disks from manifests, or a VM from flags.
+//! `create vm`: objects from manifests, or a VM from flags.
 
 use vmmd_api::v1::{self, boot_spec::Source as Boot};
 use vmmd_spec::vm::Manifest;
 
 use super::{
-    apply, cloud_init, credential, disk, disk_spec, keys, nic_spec, probe_spec, share_spec, work::guarded,
+    apply, cloud_init, credential, disk, disk_spec, keys, network, nic_spec, probe_spec, share_spec,
+    work::guarded,
 };
 use crate::{
     args::{
@@ -23,11 +24,15 @@ pub async fn files(client: &Client, documents: &[Document], args: &CreateVm) -> 
     for document in documents {
         let done = match document.object.clone() {
             Object::Vm(made) => vm(client, *made, args).await.map(Ok),
-            Object::Disk(_) if args.dry_run => {
+            Object::Disk(_) | Object::Network(_) if args.dry_run => {
                 Ok(output::line(format!("{} created (dry run)", document.title())))
             }
             Object::Disk(request) => match disk::create(client, *request).await {
                 Ok((made, operation)) => Ok(disk::report(&made, operation.as_ref(), args.output.as_ref())),
+                Err(failure) => Err(failure),
+            },
+            Object::Network(wanted) => match network::make(client, *wanted).await {
+                Ok(made) => Ok(network::report(&made)),
                 Err(failure) => Err(failure),
             },
         };

@@ -1,4 +1,4 @@
-//! `delete`: VMs by name, by label or of a manifest; disks.
+//! `delete`: VMs by name or by label; objects of a manifest; disks.
 
 use std::{
     collections::BTreeSet,
@@ -22,10 +22,10 @@ use crate::{
 /// Maximum number of names in a question.
 const MAX_NAMES: usize = 10;
 
-/// Deletes VMs, and with `--with-disks` their disks; or the VMs of manifests, then their disks. Disks of manifests go in reverse
-/// order, as later ones may be overlays of earlier ones.
+/// Deletes VMs, and with `--with-disks` their disks; or the VMs of manifests, then their disks and networks. Disks of manifests are
+/// deleted in reverse order, as later ones may be overlays of earlier ones.
 pub async fn vms(client: &Client, documents: &[Document], args: &DeleteVm) -> Result<(), Vec<Failure>> {
-    let (names, disks) = if args.which.files.is_empty() {
+    let (names, disks, networks) = if args.which.files.is_empty() {
         let targets = Targets {
             names: args.which.names.clone(),
             selector: args.which.selector.clone(),
@@ -40,16 +40,19 @@ pub async fn vms(client: &Client, documents: &[Document], args: &DeleteVm) -> Re
             true => disks_of(client, &names, args.ignore_not_found).await?,
             false => Vec::new(),
         };
-        (names, disks)
+        (names, disks, Vec::new())
     } else {
-        let (vms, disks): (Vec<_>, Vec<_>) = documents
-            .iter()
-            .partition(|document| matches!(document.object, Object::Vm(_)));
-        let name = |document: &Document| document.name().to_owned();
-        (
-            vms.into_iter().map(name).collect(),
-            disks.into_iter().rev().map(name).collect(),
-        )
+        let (mut vms, mut disks, mut networks) = (Vec::new(), Vec::new(), Vec::new());
+        for document in documents.iter().rev() {
+            let names = match document.object {
+                Object::Vm(_) => &mut vms,
+                Object::Disk(_) => &mut disks,
+                Object::Network(_) => &mut networks,
+            };
+            names.push(document.name().to_owned());
+        }
+        vms.reverse();
+        (vms, disks, networks)
     };
     let mut deleted = Vec::new();
     if !names.is_empty() && (args.which.all || args.with_disks) {
@@ -67,7 +70,8 @@ pub async fn vms(client: &Client, documents: &[Document], args: &DeleteVm) -> Re
         no_wait: args.no_wait,
     };
     act::each(client, names, &verb).await?;
-    objects::delete_all::<v1::Disk>(client, &disks, args.ignore_not_found).await
+    objects::delete_all::<v1::Disk>(client, &disks, args.ignore_not_found).await?;
+    objects::delete_all::<v1::Network>(client, &networks, args.ignore_not_found).await
 }
 
 /// Deletes disks that vmmd manages.

@@ -32,7 +32,7 @@ pub async fn diagnose(client: &Client, args: &Diagnose) -> Result<()> {
     let path = args.output.display();
     let file = file.map_err(|error| Failure::new(Code::Invalid, format!("cannot create {path}: {error}")))?;
     let mut parts = Parts::default();
-    parts.json("vm.json", emit::vm(&vm));
+    parts.json("vm.json", emit::manifest(&vm));
     parts.message(
         "events.json",
         client

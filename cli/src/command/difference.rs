@@ -7,20 +7,16 @@ use vmmd_api::v1::{self, volume_spec::Source};
 
 use crate::{
     failure::{Code, Failure, Result},
-    manifest::{self, disk, emit},
+    manifest::{self, disk, emit, network, schema},
     output::value::{json, shown},
 };
 
 /// Most differences that are spelled out.
 const MAX_DIFFERENCES: usize = 5;
 
-/// Returns the failure for a disk that differs from its manifest in immutable fields.
-pub fn of_disk(name: &str, differences: &[String]) -> Failure {
-    let message = format!("disk/{name} exists and differs from the manifest in immutable fields");
-    failure(message, differences).hint("give the new disk another name")
-}
-
-fn failure(message: String, differences: &[String]) -> Failure {
+/// Returns the failure for an object that differs from its manifest in immutable fields.
+fn of_fixed(kind: &str, name: &str, differences: &[String]) -> Failure {
+    let message = format!("{kind}/{name} exists and differs from the manifest in immutable fields");
     let more = differences.len().saturating_sub(MAX_DIFFERENCES);
     let mut details: Vec<_> = differences.iter().take(MAX_DIFFERENCES).cloned().collect();
     if more > 0 {
@@ -30,6 +26,7 @@ fn failure(message: String, differences: &[String]) -> Failure {
         details,
         ..Failure::new(Code::Conflict, message)
     }
+    .hint(format!("give the new {kind} another name"))
 }
 
 /// Returns the differences in labels and spec between the VM `there` and the VM `now`, as
@@ -54,17 +51,27 @@ pub fn of_pending(change: &v1::PendingChange) -> String {
     }
 }
 
-/// Differences between two disks, as `path: there -> wanted`.
+/// Differences between two objects, as `path: there -> wanted`.
 #[derive(Debug, Default)]
-pub struct OfDisks {
-    /// Differences in immutable fields.
-    pub fixed: Vec<String>,
-    /// Differences in metadata, such as labels.
-    pub changeable: Vec<String>,
+pub struct Differences {
+    /// In immutable fields.
+    fixed: Vec<String>,
+    /// In the other fields.
+    changeable: Vec<String>,
+}
+
+impl Differences {
+    /// Returns the differences that the daemon can remove; an error for an object with others.
+    pub fn of(self, kind: &str, name: &str) -> Result<Vec<String>> {
+        match self.fixed.is_empty() {
+            true => Ok(self.changeable),
+            false => Err(of_fixed(kind, name, &self.fixed)),
+        }
+    }
 }
 
 /// Returns the differences between an existing disk and the wanted one, without a larger size.
-pub fn disk_differences(wanted: &v1::Disk, there: &v1::Disk) -> Result<OfDisks> {
+pub fn disk_differences(wanted: &v1::Disk, there: &v1::Disk) -> Result<Differences> {
     let (mut wanted, mut there) = (wanted.clone(), there.clone());
     disk::strip(&mut there);
     let (new, old) = (
@@ -90,7 +97,61 @@ pub fn disk_differences(wanted: &v1::Disk, there: &v1::Disk) -> Result<OfDisks> 
     let (changeable, fixed) = found
         .into_iter()
         .partition(|difference: &String| difference.starts_with("metadata."));
-    Ok(OfDisks { fixed, changeable })
+    Ok(Differences { fixed, changeable })
+}
+
+/// Fields of a network that the daemon does not change.
+const FIXED: [&str; 4] = [
+    "spec.ipv4Cidr:",
+    "spec.ipv4Gateway:",
+    "spec.ipv6Cidr:",
+    "spec.mtu:",
+];
+
+/// Returns the differences between an existing network and the wanted one. What the wanted one leaves to the daemon is no
+/// difference.
+pub fn network_differences(wanted: &v1::Network, there: &v1::Network) -> Result<Differences> {
+    let (mut wanted, mut there) = (wanted.clone(), there.clone());
+    network::strip(&mut there);
+    let (new, old) = (
+        wanted.spec.get_or_insert_default(),
+        there.spec.get_or_insert_default(),
+    );
+    for spec in [&mut *new, &mut *old] {
+        if spec.mode() == v1::NetworkMode::Unspecified {
+            spec.set_mode(v1::NetworkMode::Nat);
+        }
+    }
+    if new.mtu == 0 {
+        new.mtu = old.mtu;
+    }
+    if new.ipv4_gateway.is_empty() {
+        new.ipv4_gateway.clone_from(&old.ipv4_gateway);
+    }
+    let mut found = Vec::new();
+    compare("", &emit::json(&there)?, &emit::json(&wanted)?, &mut found);
+    let (fixed, changeable) = found
+        .into_iter()
+        .partition(|difference: &String| FIXED.iter().any(|field| difference.starts_with(field)));
+    Ok(Differences { fixed, changeable })
+}
+
+/// Returns the update mask of differences: the fields of the metadata, and those of the spec, a message with the name `spec`.
+pub fn mask(differences: &[String], spec: &str) -> Vec<String> {
+    let message = schema::message(spec);
+    let path = |difference: &String| {
+        let path = difference.split([':', '[']).next()?;
+        let mut steps = path.split('.');
+        let (part, field) = (steps.next()?, steps.next()?);
+        let known = message.as_ref().and_then(|message| message.field(field));
+        let field = match (part, known) {
+            ("spec", Some(known)) => known.proto_name,
+            _ => field,
+        };
+        Some(format!("{part}.{field}"))
+    };
+    let paths: BTreeSet<_> = differences.iter().filter_map(path).collect();
+    paths.into_iter().collect()
 }
 
 /// A list whose items have names, by these.
@@ -161,7 +222,7 @@ mod tests {
         );
         match manifest::parse(&text, "test").unwrap().remove(0).object {
             Object::Vm(vm) => *vm,
-            Object::Disk(_) => panic!("a disk"),
+            other => panic!("{other:?}"),
         }
     }
 

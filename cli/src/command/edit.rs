@@ -1,4 +1,4 @@
-//! `edit`: the manifest of a VM or disk in the user's editor.
+//! `edit`: the manifest of a VM, a disk or a network in the user's editor.
 
 use std::{
     env, fs,
@@ -30,7 +30,7 @@ pub async fn vm(client: &Client, args: &EditVm) -> Result<()> {
     let there = client.get(&args.name).await?;
     let mut vm = there.clone();
     manifest::strip(&mut vm);
-    let text = emit::yaml(&emit::vm(&vm)?, schema::VM)?;
+    let text = emit::yaml(&emit::manifest(&vm)?, schema::VM)?;
     let how = How {
         restart: args.restart.restart,
         grace: args.restart.grace,
@@ -54,18 +54,37 @@ pub async fn disk(client: &Client, name: &str) -> Result<()> {
     let mut disk: v1::Disk = client.object(name).await?;
     let known = disk.metadata.clone().unwrap_or_default();
     manifest::disk::strip(&mut disk);
-    let text = emit::yaml(&manifest::disk::manifest(&disk)?, schema::DISK)?;
+    let text = emit::yaml(&emit::manifest(&disk)?, schema::DISK)?;
     object("disk", name, text, async |object| {
         let Object::Disk(request) = object else {
             return Err(wrong_kind("disk"));
         };
-        let seen = v1::Preconditions {
-            uid: known.uid.clone(),
-            generation: Some(known.generation),
-        };
-        apply::one_disk(client, &request, false, Some(seen)).await
+        apply::one_disk(client, &request, false, Some(seen(known))).await
     })
     .await
+}
+
+/// Lets the user change a network.
+pub async fn network(client: &Client, name: &str) -> Result<()> {
+    let mut network: v1::Network = client.object(name).await?;
+    let known = network.metadata.clone().unwrap_or_default();
+    manifest::network::strip(&mut network);
+    let text = emit::yaml(&emit::manifest(&network)?, schema::NETWORK)?;
+    object("network", name, text, async |object| {
+        let Object::Network(network) = object else {
+            return Err(wrong_kind("network"));
+        };
+        apply::one_network(client, *network, false, Some(seen(known))).await
+    })
+    .await
+}
+
+/// Only the object in the state that the user has seen is changed.
+fn seen(known: v1::ObjectMetadata) -> v1::Preconditions {
+    v1::Preconditions {
+        uid: known.uid,
+        generation: Some(known.generation),
+    }
 }
 
 fn wrong_kind(kind: &str) -> Failure {

@@ -79,6 +79,9 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::Edit(Edit::Disk(args)) => {
             edit::disk(&limited(given, args.timeout).await?, &args.name).await?;
         }
+        Command::Edit(Edit::Network(args)) => {
+            edit::network(&limited(given, args.timeout).await?, &args.name).await?;
+        }
         Command::Delete(kind) => delete(given, kind).await?,
         Command::Apply(args) => {
             let documents = apply::read(&args.files.files)?;

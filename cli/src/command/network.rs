@@ -7,29 +7,54 @@ use vmmd_api::{
 
 use crate::{
     args::network::{CreateNetwork, UpdateNetwork},
-    client::{Client, WORK, about_network, empty_answer, send},
+    client::{Client, Kind as _, WORK, about_network, empty_answer, send},
     failure::{Code, Failure, Result},
     output,
 };
 
 /// Creates a network.
 pub async fn create(client: &Client, args: &CreateNetwork) -> Result<()> {
-    let answer = send!(
-        client.limit(WORK),
-        client.networks,
-        create_network,
-        request(args)?
-    )
-    .await?;
-    let network = answer.network.ok_or_else(empty_answer)?;
-    let status = network.status.unwrap_or_default();
+    report(&make(client, from_flags(args)?).await?)
+}
+
+/// Asks the daemon to create a network.
+pub async fn make(client: &Client, network: v1::Network) -> Result<v1::Network> {
+    let request = v1::CreateNetworkRequest {
+        network: Some(network),
+        ..Default::default()
+    };
+    let answer = send!(client.limit(WORK), client.networks, create_network, request).await?;
+    answer.network.ok_or_else(empty_answer)
+}
+
+/// Prints that a network was created.
+pub fn report(network: &v1::Network) -> Result<()> {
+    let status = network.status.clone().unwrap_or_default();
     let gateways = [status.gateway, status.ipv6_gateway];
     output::line(format!(
         "network/{} created, gateway {} on {}",
-        args.name,
+        network.name(),
         output::network::both(gateways),
         status.bridge
     ))
+}
+
+/// Changes the fields of a network that `paths` name. With `seen`, only a network in that state is changed.
+pub async fn change(
+    client: &Client,
+    wanted: v1::Network,
+    paths: Vec<String>,
+    seen: Option<v1::Preconditions>,
+) -> Result<()> {
+    let name = wanted.name().to_owned();
+    let request = v1::UpdateNetworkRequest {
+        network: Some(wanted),
+        update_mask: Some(FieldMask { paths }),
+        preconditions: seen,
+        ..Default::default()
+    };
+    let answer = send!(client.limit(WORK), client.networks, update_network, request).await;
+    answer.map(drop).map_err(|failure| about_network(failure, &name))
 }
 
 /// Changes a network. Other labels, reservations and security groups stay: the request has all of them, so it is valid for the present generation
@@ -273,7 +298,7 @@ fn rule(text: &str) -> Option<v1::NicRule> {
     })
 }
 
-fn request(args: &CreateNetwork) -> Result<v1::CreateNetworkRequest> {
+fn from_flags(args: &CreateNetwork) -> Result<v1::Network> {
     let mut security_groups = Vec::new();
     for group in &args.groups {
         security_group(&mut security_groups, group)?;
@@ -282,28 +307,25 @@ fn request(args: &CreateNetwork) -> Result<v1::CreateNetworkRequest> {
     for reservation in &args.reservations {
         reserve(&mut reservations, reservation)?;
     }
-    Ok(v1::CreateNetworkRequest {
-        network: Some(v1::Network {
-            metadata: super::metadata(&args.name, &args.labels),
-            spec: Some(v1::NetworkSpec {
-                mode: args.mode.into(),
-                ipv4_cidr: args.cidr.clone().unwrap_or_default(),
-                ipv4_gateway: args.gateway.clone().unwrap_or_default(),
-                dns_servers: args.dns.clone(),
-                ntp_servers: args.ntp.clone(),
-                mtu: args.mtu.unwrap_or_default(),
-                ipv6_cidr: args.ipv6.clone().unwrap_or_default(),
-                deny: args.deny.clone(),
-                routes: routes(&args.routes),
-                dhcp_options: options(&args.dhcp_options)?,
-                dhcp6_options: options(&args.dhcp6_options)?,
-                domain: args.domain.clone().unwrap_or_default(),
-                dns_records: records(&args.dns_records)?,
-                reservations,
-                security_groups,
-            }),
-            status: None,
+    Ok(v1::Network {
+        metadata: super::metadata(&args.name, &args.labels),
+        spec: Some(v1::NetworkSpec {
+            mode: args.mode.into(),
+            ipv4_cidr: args.cidr.clone().unwrap_or_default(),
+            ipv4_gateway: args.gateway.clone().unwrap_or_default(),
+            dns_servers: args.dns.clone(),
+            ntp_servers: args.ntp.clone(),
+            mtu: args.mtu.unwrap_or_default(),
+            ipv6_cidr: args.ipv6.clone().unwrap_or_default(),
+            deny: args.deny.clone(),
+            routes: routes(&args.routes),
+            dhcp_options: options(&args.dhcp_options)?,
+            dhcp6_options: options(&args.dhcp6_options)?,
+            domain: args.domain.clone().unwrap_or_default(),
+            dns_records: records(&args.dns_records)?,
+            reservations,
+            security_groups,
         }),
-        ..Default::default()
+        status: None,
     })
 }

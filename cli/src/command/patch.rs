@@ -76,7 +76,7 @@ pub async fn patch(client: &Client, args: &UpdateVm, merge: Option<&Json>) -> Re
 fn patched(there: &v1::Vm, merge: Option<&Json>, sets: &[Set]) -> Result<Change> {
     let mut vm = there.clone();
     manifest::strip(&mut vm);
-    let mut json = emit::vm(&vm)?;
+    let mut json = emit::manifest(&vm)?;
     let mut paths = Vec::new();
     if let Some(merge) = merge {
         paths = paths::of_merge(merge);

@@ -5,11 +5,13 @@ use serde::{
     ser::{SerializeMap as _, SerializeSeq as _},
 };
 use serde_json::Value as Json;
-use vmmd_api::v1;
-use vmmd_spec::manifest::{self, VM};
+use vmmd_spec::manifest;
 
-use super::schema::{self, Field, Kind};
-use crate::failure::{Code, Failure};
+use super::schema::{self, Field, Kind as Type};
+use crate::{
+    client::Kind,
+    failure::{Code, Failure},
+};
 
 /// A message as YAML; `name` is its full name as in [`schema`].
 pub fn yaml<T: Serialize>(message: &T, name: &str) -> Result<String, Failure> {
@@ -31,9 +33,9 @@ pub fn json<T: Serialize>(message: &T) -> Result<Json, Failure> {
         .map_err(|error| Failure::new(Code::Other, format!("cannot write the answer as JSON: {error}")))
 }
 
-/// A VM as the JSON of its manifest.
-pub fn vm(vm: &v1::Vm) -> Result<Json, Failure> {
-    Ok(manifest::with_head(VM, json(vm)?))
+/// An object as the JSON of its manifest.
+pub fn manifest<K: Kind>(object: &K) -> Result<Json, Failure> {
+    Ok(manifest::with_head(K::KIND, json(object)?))
 }
 
 /// Schema element of a piece of JSON.
@@ -81,12 +83,12 @@ impl Serialize for Ordered<'_> {
                 list.end()
             }
             (Form::Field(field) | Form::Item(field), json) => match (&field.kind, json) {
-                (Kind::Message(name), json) => Ordered {
+                (Type::Message(name), json) => Ordered {
                     json,
                     kind: Form::Message(name),
                 }
                 .serialize(serializer),
-                (Kind::Integer { .. }, Json::String(text)) => match text.parse::<u64>() {
+                (Type::Integer { .. }, Json::String(text)) => match text.parse::<u64>() {
                     Ok(number) => serializer.serialize_u64(number),
                     Err(_) => text.serialize(serializer),
                 },

@@ -1,10 +1,11 @@
-//! Manifests: VMs and disks as YAML files.
+//! Manifests: VMs, disks and networks as YAML files.
 //!
-//! A VM's manifest is decoded as `vmm run` does it ([`vmmd_spec::manifest`]); a disk's has the same shape ([`disk`]). All problems of a
-//! file are reported at once, each with its line.
+//! A VM's manifest is decoded as `vmm run` does it ([`vmmd_spec::manifest`]); those of a disk ([`disk`]) and of a network
+//! ([`network`]) have the same shape. All problems of a file are reported at once, each with its line.
 
 pub mod disk;
 pub mod emit;
+pub mod network;
 
 #[cfg(test)]
 mod tests;
@@ -15,16 +16,20 @@ use std::{
     path::Path,
 };
 
+use serde_json::Value as Json;
 use vmmd_api::v1;
-use vmmd_spec::manifest::{
-    self, MAX_LENGTH, Problem, VM, decode, find,
-    yaml::{self, Node},
-};
 pub use vmmd_spec::manifest::{quantity, schema, strip};
+use vmmd_spec::{
+    Violations,
+    manifest::{
+        self, MAX_LENGTH, Problem, VM, decode, find,
+        yaml::{self, Node},
+    },
+};
 
 use crate::failure::{Code, Failure};
 
-/// A VM or a disk from a file, with all that is needed to point at its fields.
+/// An object from a file, with all that is needed to point at its fields.
 #[derive(Debug)]
 pub struct Document {
     /// What it describes.
@@ -40,22 +45,31 @@ pub enum Object {
     Vm(Box<v1::Vm>),
     /// A disk.
     Disk(Box<v1::CreateDiskRequest>),
+    /// A network.
+    Network(Box<v1::Network>),
 }
 
+/// The field that holds a disk in its request.
+const OF_DISK: &str = "disk";
+/// The field that holds a network in its request.
+const OF_NETWORK: &str = "network";
+
 impl Document {
-    /// The name of the VM or disk.
+    /// The name of the object.
     pub fn name(&self) -> &str {
         match &self.object {
             Object::Vm(vm) => vm.metadata.as_ref().map_or("", |metadata| &metadata.name),
             Object::Disk(request) => request.disk.as_ref().map_or("", disk::name),
+            Object::Network(network) => network.metadata.as_ref().map_or("", |metadata| &metadata.name),
         }
     }
 
-    /// `vm/web`, `disk/data`.
+    /// `vm/web`, `disk/data`, `network/lan`.
     pub fn title(&self) -> String {
         match self.object {
             Object::Vm(_) => format!("vm/{}", self.name()),
             Object::Disk(_) => format!("disk/{}", self.name()),
+            Object::Network(_) => format!("network/{}", self.name()),
         }
     }
 
@@ -68,7 +82,8 @@ impl Document {
         let problems = violations.iter().map(|(field, text)| {
             let path = match self.object {
                 Object::Vm(_) => field.clone(),
-                Object::Disk(_) => disk::field(field),
+                Object::Disk(_) => below(field, OF_DISK),
+                Object::Network(_) => below(field, OF_NETWORK),
             };
             Problem {
                 mark: find(&self.root, &path),
@@ -117,7 +132,7 @@ pub fn parse(text: &str, source: &str) -> Result<Vec<Document>, Failure> {
     if roots.is_empty() {
         return Err(Failure::new(
             Code::Invalid,
-            format!("{source} holds no VM and no disk: it is empty"),
+            format!("{source} has no VM, disk or network: it is empty"),
         ));
     }
     let mut documents = Vec::new();
@@ -136,11 +151,17 @@ pub fn parse(text: &str, source: &str) -> Result<Vec<Document>, Failure> {
 }
 
 fn document(root: Node, source: &str) -> Result<Document, Vec<Problem>> {
-    let kind = manifest::kind(&root, &[VM, disk::KIND]).map_err(|problem| vec![problem])?;
-    let object = if kind == disk::KIND {
-        Object::Disk(Box::new(of_disk(&root)?))
-    } else {
-        Object::Vm(Box::new(manifest::vm(&root)?.0))
+    let kinds = [VM, disk::KIND, network::KIND];
+    let object = match manifest::kind(&root, &kinds).map_err(|problem| vec![problem])? {
+        disk::KIND => {
+            let form = (disk::request as fn(_) -> _, disk::check as fn(&_) -> _);
+            Object::Disk(Box::new(message(&root, schema::DISK, form, OF_DISK)?))
+        }
+        network::KIND => {
+            let form = (network::network as fn(_) -> _, network::check as fn(&_) -> _);
+            Object::Network(Box::new(message(&root, schema::NETWORK, form, OF_NETWORK)?))
+        }
+        _ => Object::Vm(Box::new(manifest::vm(&root)?.0)),
     };
     Ok(Document {
         object,
@@ -149,10 +170,20 @@ fn document(root: Node, source: &str) -> Result<Document, Vec<Problem>> {
     })
 }
 
-fn of_disk(root: &Node) -> Result<v1::CreateDiskRequest, Vec<Problem>> {
-    let (json, problems) = decode::partial(root, schema::DISK);
-    let request = match disk::request(json) {
-        Ok(request) => request,
+/// A field of a request (`disk.spec.sizeBytes`) as a manifest has it (`spec.sizeBytes`).
+fn below(path: &str, object: &str) -> String {
+    let below = path.strip_prefix(object).and_then(|rest| rest.strip_prefix('.'));
+    below.unwrap_or(path).to_owned()
+}
+
+/// Reads a JSON value as a message, and returns the violations in a message.
+type Form<T> = (fn(Json) -> serde_json::Result<T>, fn(&T) -> Violations);
+
+/// The message of a document; `object` is the field that holds it in its request.
+fn message<T>(root: &Node, schema: &str, (read, check): Form<T>, object: &str) -> Result<T, Vec<Problem>> {
+    let (json, problems) = decode::partial(root, schema);
+    let message = match read(json) {
+        Ok(message) => message,
         Err(_) if !problems.is_empty() => return Err(problems),
         Err(error) => {
             return Err(vec![Problem {
@@ -162,9 +193,13 @@ fn of_disk(root: &Node) -> Result<v1::CreateDiskRequest, Vec<Problem>> {
             }]);
         }
     };
-    let problems = manifest::together(root, problems, disk::check(&request));
+    let mut found = check(&message);
+    for violation in &mut found.0 {
+        violation.field = below(&violation.field, object);
+    }
+    let problems = manifest::together(root, problems, found);
     match problems.is_empty() {
-        true => Ok(request),
+        true => Ok(message),
         false => Err(problems),
     }
 }

@@ -39,7 +39,7 @@ fn good() -> v1::Vm {
 fn vm_of(text: &str) -> v1::Vm {
     match parse(text, "vm.yaml").unwrap().remove(0).object {
         Object::Vm(vm) => *vm,
-        Object::Disk(_) => panic!("a disk"),
+        other => panic!("{other:?}"),
     }
 }
 
@@ -67,7 +67,7 @@ fn a_manifest_becomes_the_message_it_describes() {
 
 #[test]
 fn canonical_json_is_a_manifest_too() {
-    let json = emit::vm(&good()).unwrap().to_string();
+    let json = emit::manifest(&good()).unwrap().to_string();
     assert_eq!(vm_of(&json), good());
 }
 
@@ -105,7 +105,7 @@ fn what_get_prints_as_yaml_can_be_applied_again() {
         }],
         ..v1::VmStatus::default()
     });
-    let yaml = emit::yaml(&emit::vm(&vm).unwrap(), schema::VM).unwrap();
+    let yaml = emit::yaml(&emit::manifest(&vm).unwrap(), schema::VM).unwrap();
     assert!(yaml.contains("sizeBytes: 268435456"), "{yaml}");
     let read = vm_of(&yaml);
     strip(&mut vm);
@@ -114,7 +114,7 @@ fn what_get_prints_as_yaml_can_be_applied_again() {
 
 #[test]
 fn yaml_is_written_in_the_order_of_the_api() {
-    let yaml = emit::yaml(&emit::vm(&good()).unwrap(), schema::VM).unwrap();
+    let yaml = emit::yaml(&emit::manifest(&good()).unwrap(), schema::VM).unwrap();
     insta::assert_snapshot!(yaml, @r#"
 apiVersion: vmmd/v1
 kind: Vm
@@ -189,7 +189,7 @@ fn limits_of_disks_take_suffixes_and_short_names_too() {
     );
     assert_eq!(spec.disks[2].format(), v1::DiskFormat::Iso);
     assert_eq!(spec.rate_groups[0].limit.unwrap().bytes_per_second, 1_000_000_000);
-    let yaml = emit::yaml(&emit::vm(&vm_of(&text)).unwrap(), schema::VM).unwrap();
+    let yaml = emit::yaml(&emit::manifest(&vm_of(&text)).unwrap(), schema::VM).unwrap();
     assert_eq!(vm_of(&yaml), vm_of(&text), "{yaml}");
 }
 
@@ -228,6 +228,42 @@ fn a_disk_is_a_manifest_too() {
     assert_eq!(documents[1].object, Object::Disk(Box::new(request)));
     let titles: Vec<_> = documents.iter().map(Document::title).collect();
     assert_eq!(titles, ["vm/web", "disk/data"]);
+}
+
+const NETWORK: &str = "\
+apiVersion: vmmd/v1
+kind: Network
+metadata: {name: lan}
+spec:
+  mode: routed
+  ipv4Cidr: 10.80.0.0/24
+  securityGroups:
+  - name: web
+    ingress: {allow: [{protocol: tcp, ports: [{first: 80}]}]}
+";
+
+#[test]
+fn a_network_is_a_manifest_too() {
+    let documents = parse(NETWORK, "lan.yaml").unwrap();
+    assert_eq!(documents[0].title(), "network/lan");
+    let Object::Network(network) = documents[0].object.clone() else {
+        panic!("{documents:?}");
+    };
+    let spec = network.spec.clone().unwrap();
+    assert_eq!(spec.mode(), v1::NetworkMode::Routed);
+    assert_eq!(spec.security_groups[0].name, "web");
+    // As `get network -o yaml` prints it, with what the daemon sets.
+    let mut there = (*network).clone();
+    there.status = Some(v1::NetworkStatus::default());
+    there.metadata.as_mut().unwrap().generation = 4;
+    let yaml = emit::yaml(&emit::manifest(&there).unwrap(), schema::NETWORK).unwrap();
+    let again = parse(&yaml, "again.yaml").unwrap();
+    assert_eq!(again[0].object, Object::Network(network));
+
+    let wrong = NETWORK.replace("10.80.0.0/24", "10.80.0.0/8");
+    let range =
+        "must be a private range of IPv4 addresses such as 10.80.0.0/24, with a prefix of 16 to 30 bits";
+    assert_eq!(message(&wrong), format!("vm.yaml:6: spec.ipv4Cidr: {range}"));
 }
 
 /// Errors in a disk manifest also name the line.
@@ -444,12 +480,16 @@ fn anchors_and_aliases_stand_for_what_they_name() {
     "vm.yaml:5: metadata.name: must be 1 to 63 lower-case letters, digits or '-', beginning and ending with a \
      letter or digit, is \"a/b\""
 )]
-#[case::wrong_kind("kind: Vm", "kind: Pod", "vm.yaml:3: kind: must be Vm or Disk, is \"Pod\"")]
+#[case::wrong_kind(
+    "kind: Vm",
+    "kind: Pod",
+    "vm.yaml:3: kind: must be Vm, Disk or Network, is \"Pod\""
+)]
 #[case::wrong_version("vmmd/v1", "v1", "vm.yaml:2: apiVersion: must be vmmd/v1, is \"v1\"")]
 #[case::no_kind(
     "kind: Vm\n",
     "",
-    "vm.yaml:2: kind: missing: a manifest begins with `apiVersion: vmmd/v1` and `kind: Vm` or `kind: Disk`"
+    "vm.yaml:2: kind: missing: a manifest begins with `apiVersion: vmmd/v1` and `kind: Vm`, `kind: Disk` or `kind: Network`"
 )]
 fn a_mistake_is_named_with_its_line(#[case] good: &str, #[case] bad: &str, #[case] expected: &str) {
     assert!(GOOD.contains(good));
@@ -502,7 +542,7 @@ fn mistakes_of_all_kinds_are_reported_at_once() {
 #[test]
 fn text_that_is_no_yaml_is_refused_with_its_line() {
     assert!(message("a: [1, 2\nb: 3\n").starts_with("vm.yaml:"));
-    assert_eq!(message(""), "vm.yaml holds no VM and no disk: it is empty");
+    assert_eq!(message(""), "vm.yaml has no VM, disk or network: it is empty");
     assert_eq!(
         message("hello"),
         "vm.yaml:1: must be a mapping (`field: value`), is a single value"

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     failure::Result,
-    manifest::{self, quantity, schema},
+    manifest::{emit, quantity, schema},
 };
 
 impl Show for v1::Disk {
@@ -84,7 +84,7 @@ impl Show for v1::Disk {
     }
 
     fn json(&self) -> Result<Json> {
-        manifest::disk::manifest(self)
+        emit::manifest(self)
     }
 }
 

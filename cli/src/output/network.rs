@@ -1,5 +1,6 @@
 //! Networks of the node for people.
 
+use serde_json::Value as Json;
 use vmmd_api::v1::{self, dhcp_option::Value};
 
 use super::{
@@ -7,7 +8,11 @@ use super::{
     describe::{Lines, when},
     vm::camel,
 };
-use crate::{client::Kind as _, manifest::schema};
+use crate::{
+    client::Kind as _,
+    failure::Result,
+    manifest::{emit, schema},
+};
 
 impl Show for v1::Network {
     const SCHEMA: &'static str = schema::NETWORK;
@@ -147,6 +152,10 @@ impl Show for v1::Network {
             &rows,
         );
         text.0
+    }
+
+    fn json(&self) -> Result<Json> {
+        emit::manifest(self)
     }
 }
 

@@ -56,7 +56,7 @@ impl Show for v1::Vm {
     }
 
     fn json(&self) -> Result<Json> {
-        emit::vm(self)
+        emit::manifest(self)
     }
 }
 

@@ -39,6 +39,55 @@ fn all_pages_of_networks_are_listed() {
     assert_eq!(daemon.state.calls(), pages);
 }
 
+/// A manifest creates a network, changes what differs, and removes the network.
+#[test]
+fn network_of_a_manifest_is_applied_edited_and_deleted() {
+    let daemon = Daemon::start();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("lan.yaml");
+    let write = |spec: &str| {
+        let text = format!(
+            "apiVersion: vmmd/v1\nkind: Network\nmetadata: {{name: lan, labels: {{tier: front}}}}\nspec: {{ipv4Cidr: 10.80.0.0/24{spec}}}\n"
+        );
+        std::fs::write(&file, text).unwrap();
+    };
+    let verb = |verb: &str| line(&daemon, &format!("{verb} -f {}", file.display()));
+    write("");
+    assert_eq!(verb("apply"), done("network/lan created\n"));
+    assert_eq!(verb("apply"), done("network/lan unchanged\n"));
+    write(", dnsServers: [192.0.2.53], reservations: [{name: db, address: 10.80.0.9}]");
+    let changes = "  spec.dnsServers: 0 items -> 1 items\n  spec.reservations[db]: added\n";
+    let (code, stdout, _) = verb("diff");
+    assert_eq!(
+        (code, stdout),
+        (4, format!("network/lan: to be changed\n{changes}"))
+    );
+    assert_eq!(verb("apply"), done(&format!("network/lan changed\n{changes}")));
+    let call = "update lan: [\"spec.dns_servers\", \"spec.reservations\"], None";
+    assert_eq!(daemon.state.calls(), [call]);
+    write(", mtu: 9000");
+    let (code, _, stderr) = verb("apply");
+    assert_eq!(code, 4);
+    let expected = "network/lan exists and differs from the manifest in immutable fields";
+    assert!(
+        stderr.contains(expected) && stderr.contains("spec.mtu: not set -> 9000"),
+        "{stderr}"
+    );
+
+    let edit = |editor: &str| {
+        let mut command = daemon.vmmctl();
+        command.args(["edit", "network", "lan"]).env_remove("VISUAL");
+        crate::support::output(command.env("EDITOR", editor).env("TMPDIR", folder.path()))
+    };
+    assert_eq!(edit("true"), done("network/lan unchanged\n"));
+    let edited = "network/lan changed\n  metadata.labels.tier: front -> back\n";
+    assert_eq!(edit("sed -i s/front/back/"), done(edited));
+    let call = "update lan: [\"metadata.labels\"], Some(Preconditions { uid: \"5e0c3f56-0a3a-4c69-8f1d-0d8f6a3f5a10\", generation: Some(1) })";
+    assert_eq!(daemon.state.calls().last().unwrap(), call);
+    assert_eq!(verb("delete"), done("network/lan deleted\n"));
+    assert!(daemon.state.network("lan").is_none());
+}
+
 #[test]
 fn networks_are_watched() {
     let daemon = with_two();

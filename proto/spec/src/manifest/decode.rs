@@ -1,5 +1,7 @@
 //! From a YAML tree to the canonical JSON of a message, collecting every problem on the way.
 
+use std::borrow::Borrow;
+
 use serde_json::{Map, Value as Json};
 
 use super::{
@@ -216,12 +218,10 @@ fn enumerator(text: &str, names: &[&str], prefix: &str) -> Result<Json, String> 
 }
 
 /// `a`, `a or b`, `a, b or c`.
-fn alternatives(words: &[String]) -> String {
+pub(super) fn alternatives<T: Borrow<str>>(words: &[T]) -> String {
     match words {
-        [first @ .., before, last] if !first.is_empty() => {
-            format!("{}, {before} or {last}", first.join(", "))
-        }
-        words => words.join(" or "),
+        [first @ .., last] if !first.is_empty() => format!("{} or {}", first.join(", "), last.borrow()),
+        words => words.concat(),
     }
 }
 

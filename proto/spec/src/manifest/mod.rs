@@ -135,7 +135,7 @@ pub fn kind<'a>(root: &'a Node, kinds: &[&'a str]) -> Result<&'a str, Problem> {
     };
     let head = |name: &str, wanted: &[&str]| {
         let entry = entries.iter().find(|(key, _)| key.name == name);
-        let expected = wanted.join(" or ");
+        let expected = decode::alternatives(wanted);
         let text = match entry {
             Some((_, node)) => match &node.value {
                 yaml::Value::Scalar { text, .. } if wanted.contains(&text.as_str()) => {
@@ -146,7 +146,7 @@ pub fn kind<'a>(root: &'a Node, kinds: &[&'a str]) -> Result<&'a str, Problem> {
             },
             None => {
                 let kinds: Vec<_> = kinds.iter().map(|kind| format!("`kind: {kind}`")).collect();
-                let kinds = kinds.join(" or ");
+                let kinds = decode::alternatives(&kinds);
                 format!("missing: a manifest begins with `apiVersion: {API_VERSION}` and {kinds}")
             }
         };
@@ -183,7 +183,12 @@ pub fn without_head(mut manifest: Json) -> Json {
 /// Takes away what only the daemon sets, so that what `vmmctl get -o yaml` printed is a manifest too.
 pub fn strip(vm: &mut v1::Vm) {
     vm.status = None;
-    if let Some(metadata) = &mut vm.metadata {
+    strip_metadata(&mut vm.metadata);
+}
+
+/// Removes the parts of the metadata that only the daemon sets.
+pub fn strip_metadata(metadata: &mut Option<v1::ObjectMetadata>) {
+    if let Some(metadata) = metadata {
         metadata.uid.clear();
         metadata.generation = 0;
         metadata.create_time = None;

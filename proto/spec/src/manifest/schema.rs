@@ -7,8 +7,10 @@ pub const VM: &str = "VM manifest";
 pub const DISK: &str = "disk manifest";
 /// An image.
 pub const IMAGE: &str = ".vmmd.v1.Image";
-/// A network.
-pub const NETWORK: &str = ".vmmd.v1.Network";
+/// A network's manifest.
+pub const NETWORK: &str = "network manifest";
+/// The spec of a network.
+pub const NETWORK_SPEC: &str = ".vmmd.v1.NetworkSpec";
 /// Counters of a VM's disks.
 pub const DISK_STATS: &str = ".vmmd.v1.GetVmDiskStatsResponse";
 /// All counters of a VM.
@@ -30,6 +32,7 @@ pub fn message(name: &str) -> Option<Message> {
     let (head, name) = match name {
         VM => (HEAD, ".vmmd.v1.Vm"),
         DISK => (HEAD, ".vmmd.v1.Disk"),
+        NETWORK => (HEAD, ".vmmd.v1.Network"),
         name => ("", name),
     };
     let lines = head.lines().chain(vmmd_api::schema::fields_of(name)?.lines());
@@ -176,7 +179,11 @@ mod tests {
 
     #[test]
     fn a_manifest_begins_with_what_it_is() {
-        for (manifest, of) in [(VM, ".vmmd.v1.Vm"), (DISK, ".vmmd.v1.Disk")] {
+        for (manifest, of) in [
+            (VM, ".vmmd.v1.Vm"),
+            (DISK, ".vmmd.v1.Disk"),
+            (NETWORK, ".vmmd.v1.Network"),
+        ] {
             let fields = message(manifest).expect("a manifest").fields;
             let names: Vec<_> = fields.iter().map(|field| field.json_name).collect();
             let own: Vec<_> = message(of).expect("a message").fields;
