@@ -239,6 +239,16 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     text.put("cloud-init", &cloud_init(spec.cloud_init.as_ref()));
     let credentials: Vec<_> = spec.credentials.iter().map(|it| it.name.as_str()).collect();
     text.put("Credentials", &credentials.join(", "));
+    let users = spec.access_credentials.iter().map(|user| {
+        let password = if user.password_hash_digest.is_empty() {
+            ""
+        } else {
+            ", password"
+        };
+        let keys = user.ssh_authorized_keys.len();
+        format!("{} ({keys} SSH keys{password})", user.name)
+    });
+    text.put("Guest users", &users.collect::<Vec<_>>().join(", "));
     disk::of_vm(text, spec, status);
     let nics: Vec<_> = spec
         .nics

@@ -5,6 +5,7 @@
 //! Conditions that depend on the node (existence of a file, free memory) are checked at the place
 //! of use: this crate never reads a file or a clock. A reader starts at [`vm`].
 
+pub mod access;
 pub mod balloon;
 pub mod cloud_init;
 pub mod cpu;

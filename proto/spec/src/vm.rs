@@ -9,6 +9,7 @@ use vmmd_api::v1;
 
 use super::{
     Violations,
+    access::{self, AccessCredential},
     balloon::Balloon,
     cloud_init::CloudInit,
     cpu::{CpuShare, Processor},
@@ -122,6 +123,8 @@ pub struct VmSpec {
     pub pod: Option<PodUid>,
     /// Periodic checks of the guest.
     pub probes: Probes,
+    /// Users of the guest, as its agent sets them.
+    pub access: Vec<AccessCredential>,
 }
 
 impl VmSpec {
@@ -350,6 +353,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let vsock = spec.vsock.map(|wire| Vsock::new(&mut found, wire));
         pod::one_network(&mut found, &spec.nics);
         let probes = Probes::new(&mut found, spec);
+        let access = access::users(&mut found, spec);
         metadata(&mut found, spec);
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
@@ -383,6 +387,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 cloud_init,
                 pod,
                 probes,
+                access,
             }),
             _ => Err(found),
         }

@@ -188,6 +188,10 @@ async fn a_record_keeps_every_field() {
         begun: vec![mark("r")],
         made_run: 3,
         made_revision: 4,
+        access_keys: vec![AccessKeysRecord {
+            user: "root".into(),
+            keys: vec!["ssh-ed25519 A".into()],
+        }],
         ..record(9, "full")
     };
     {

@@ -42,10 +42,13 @@ impl Actor {
         if std::mem::replace(&mut instance.agent.open, open) == open {
             return;
         }
-        instance.agent.guest = None;
+        (instance.agent.guest, instance.agent.access) = (None, None);
         match open {
-            true => self.look_at_guest(),
-            false => self.looks.due = None,
+            true => {
+                self.look_at_guest();
+                self.set_access_when_possible();
+            }
+            false => (self.looks.due, self.access.due) = (None, None),
         }
         self.publish_counts();
     }

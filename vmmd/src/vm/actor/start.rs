@@ -32,6 +32,7 @@ use crate::{
     files::{self, Known},
     registry::vms::command::Restore,
     vm::{
+        access_keys,
         api::describe::camel_case,
         machine::{self, change},
         start::{Plan, STEPS, Started, start},
@@ -127,6 +128,10 @@ impl Actor {
                 (Some(spec.clone()), Some(hardware.clone())),
             ),
         };
+        if let Some((spec, _)) = restore.and_then(|restore| restore.machine.as_ref()) {
+            let noted = std::mem::take(&mut self.record.access_keys);
+            self.record.access_keys = access_keys::joined(noted, access_keys::of_spec(spec));
+        }
         self.record.instance = Some(InstanceRecord {
             user,
             started_ms: text::now_ms(),

@@ -111,6 +111,7 @@ impl Desired {
 impl Actor {
     pub(super) async fn on_update(&mut self, update: Update, reply: LifeReply) {
         let (policy, on_panic) = (self.spec.run_policy, self.spec.on_panic);
+        let access = self.spec.access.clone();
         let generation = self.record.generation;
         let (applied, desired) = match self.admit_update(&update) {
             Ok(admitted) => admitted,
@@ -149,6 +150,9 @@ impl Actor {
             self.reconsider(is_new).await;
         }
         self.probe_guest(false);
+        if access != self.spec.access {
+            self.set_access();
+        }
         if on_panic != self.spec.on_panic {
             if let Some(instance) = &mut self.instance {
                 instance.paused_for_panic = false;
@@ -331,7 +335,12 @@ impl Actor {
         }
         for change in pending {
             if let Verdict::Live(
-                live @ (Live::RunPolicy | Live::StateDir | Live::OnPanic | Live::Probes | Live::DropGroup(_)),
+                live @ (Live::RunPolicy
+                | Live::StateDir
+                | Live::OnPanic
+                | Live::Probes
+                | Live::AccessCredentials
+                | Live::DropGroup(_)),
             ) = &change.verdict
             {
                 change::take_over(&mut record, live);

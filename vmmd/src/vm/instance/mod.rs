@@ -137,6 +137,9 @@ pub struct AgentState {
     /// The guest as the agent described it last, or why it did not; `None` before the first answer
     /// since the channel was opened.
     pub guest: Option<Result<Box<GuestInfo>, Failure>>,
+    /// Whether the agent has set the passwords and keys of the spec; `None` before its first answer since
+    /// the channel was opened or the spec was changed.
+    pub access: Option<Result<(), Failure>>,
 }
 
 impl AgentState {
@@ -146,6 +149,7 @@ impl AgentState {
         Self {
             open: open.any(|name| name == AGENT_CHANNEL),
             guest: None,
+            access: None,
         }
     }
 }
