@@ -138,6 +138,7 @@ fn probes(spec: Option<&v1::ProbesSpec>) -> String {
         }
         Some(Check::Exec(exec)) => format!("exec {}", exec.command.join(" ")),
         Some(Check::Agent(_)) => "agent".to_owned(),
+        Some(Check::Notify(_)) => "notify".to_owned(),
         None => String::new(),
     };
     let probes = [

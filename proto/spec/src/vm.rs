@@ -21,7 +21,7 @@ use super::{
     nic,
     pod::{self, PodUid},
     policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
-    probe::Probes,
+    probe::{self, Probes},
     resources::{self, CpuSet, MemoryOptions},
     share::{self, MAX_SHARES, Share},
     smbios::Smbios,
@@ -300,7 +300,10 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let timezone = timezone(&mut found, spec.clock.as_ref());
         let smbios = spec.smbios.as_ref().map(|wire| Smbios::new(&mut found, wire));
         let mut smbios = smbios.unwrap_or_default();
-        smbios.oem_strings = credential::oem_strings(&mut found, &spec.credentials);
+        let probes = Probes::new(&mut found, spec);
+        let mut credentials = spec.credentials.clone();
+        credentials.extend(probes.notify().then(probe::notify_credential));
+        smbios.oem_strings = credential::oem_strings(&mut found, &credentials);
         let field = "spec.rateGroups";
         let rate_groups = list(
             &mut found,
@@ -352,7 +355,6 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         let vsock = spec.vsock.map(|wire| Vsock::new(&mut found, wire));
         pod::one_network(&mut found, &spec.nics);
-        let probes = Probes::new(&mut found, spec);
         let access = access::users(&mut found, spec);
         metadata(&mut found, spec);
         let macs = nics.iter().filter_map(|nic| nic.mac);

@@ -286,6 +286,8 @@ pub struct InstanceRecord {
     pub cgroup: String,
     /// The startup probe has succeeded in this run.
     pub started: bool,
+    /// The guest has notified in this run that it is ready, and not that it stops.
+    pub notified: bool,
 }
 
 impl VmRecord {

@@ -169,6 +169,7 @@ async fn a_record_keeps_every_field() {
             shared_memory: true,
             may_be_frozen: true,
             started: true,
+            notified: true,
             cgroup: "/sys/fs/cgroup/kubepods/pod1/c/vmm".into(),
             user: 7,
             started_ms: 8,

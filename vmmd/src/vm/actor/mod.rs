@@ -300,7 +300,7 @@ impl Actor {
         self.look_after();
         self.look_at_guest();
         self.set_access_when_possible();
-        self.probe_guest(true);
+        self.probe_guest(probes::Occasion::Adopted);
         self.thaw_left();
         self.release_left();
         self.take_handed_over();
@@ -658,7 +658,7 @@ impl Actor {
         if before != phase {
             self.look_at_guest();
             self.set_access_when_possible();
-            self.probe_guest(false);
+            self.probe_guest(probes::Occasion::Runs);
         }
         self.publish();
     }

@@ -32,6 +32,7 @@ use super::{
     Actor, answer,
     attachments::{Attachments, PlugKind},
     plugged::What,
+    probes::Occasion,
     respond, superseded,
 };
 use crate::{
@@ -149,7 +150,7 @@ impl Actor {
         if is_new || on_panic != self.spec.on_panic {
             self.reconsider(is_new).await;
         }
-        self.probe_guest(false);
+        self.probe_guest(Occasion::Changed);
         if access != self.spec.access {
             self.set_access();
         }

@@ -113,6 +113,8 @@ stored! {
         cgroup: String,
         #[prost(bool, tag = "29")]
         started: bool,
+        #[prost(bool, tag = "30")]
+        notified: bool,
     }
 }
 
