@@ -177,6 +177,8 @@ pub enum Command {
     Exec(verbs::Exec),
     /// Copy a file to or from the guest of a VM, by the agent in the guest
     Cp(verbs::Cp),
+    /// Open a shell in a guest: by SSH over the socket device or the network of its VM, else at its serial console
+    Shell(ssh::Shell),
     /// Log in to a VM in a network of its node by SSH, through vmmd: no port of the VM must be reachable from here
     Ssh(ssh::Ssh),
     /// Copy files to and from a VM in a network of its node, through vmmd

@@ -156,6 +156,7 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::Vsock(verb) => port_forward::vsock(&client().await?, &verb).await?,
         Command::Cp(args) => cp::cp(&client().await?, &args).await?,
         Command::Exec(args) => exec::exec(&client().await?, args).await?,
+        Command::Shell(args) => ssh::shell(&client().await?, given, args).await?,
         Command::Ssh(args) => ssh::ssh(&client().await?, given, &args).await?,
         Command::Scp(args) => ssh::scp(&client().await?, given, &args).await?,
         Command::Restore(args) => snapshot::restore(&limited(given, args.timeout).await?, &args).await?,

@@ -181,6 +181,42 @@ fn login_without_a_user_is_that_of_the_images_user() {
 }
 
 #[test]
+fn shell_takes_the_first_way_that_answers() {
+    let daemon = daemon();
+    daemon.state.put("db", VmPhase::Running, &[]);
+    daemon.state.with_vsock("db");
+    let folder = tempfile::tempdir().unwrap();
+    let run = |words: &[&str]| {
+        let mut command = daemon.vmmctl();
+        with_programs(&mut command, folder.path());
+        let output = command.args(words).write_stdin("halt\n").output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap())
+    };
+    let [words, said] = run(&["shell", "db", "--user", "debian"]);
+    assert_eq!(said, "Connecting to vm/db by SSH over its socket device.\n");
+    assert!(words.contains("'vsock' 'connect' '--' 'db' '22'"), "{words}");
+    assert!(words.ends_with("--\ndebian@db\n"), "{words}");
+    // Neither way exists.
+    let [_, said] = run(&["shell", "web"]);
+    let without = "No SSH to vm/web: it has no socket device to connect by\n\
+                   No SSH to vm/web: it has no network to connect by\n\
+                   Connecting to the serial console of vm/web; ^] detaches.\n";
+    assert!(said.starts_with(without), "{said}");
+    let [_, said] = run(&["shell", "--console", "db"]);
+    assert!(
+        said.starts_with("Connecting to the serial console of vm/db"),
+        "{said}"
+    );
+    // Without an address, ssh and scp also select the socket device.
+    for words in [&["ssh", "db"][..], &["scp", "db:/etc/motd", "."]] {
+        let [words, said] = run(words);
+        assert!(said.contains("connecting by its socket device"), "{said}");
+        assert!(words.contains("'vsock' 'connect'"), "{words}");
+    }
+}
+
+#[test]
 fn scp_copies_files_of_one_vm() {
     let daemon = daemon();
     daemon.state.put("db", VmPhase::Running, &[]);

@@ -413,7 +413,7 @@ impl VmService for State {
 
     type ConnectVsockStream = Events<v1::ConnectVsockResponse>;
 
-    /// Port 7 echoes its input, for both directions; no other port is used.
+    /// Port 7 echoes its input, for both directions, and port 22 greets. No other port is used.
     async fn connect_vsock(
         &self,
         request: Request<Streaming<v1::ConnectVsockRequest>>,
@@ -426,6 +426,11 @@ impl VmService for State {
                     "vsock {}",
                     if open.accept { "accept" } else { "connect" }
                 ));
+            }
+            Some(Message::Open(open)) if open.port == 22 => {
+                let data = b"SSH-2.0-guest\r\n".to_vec();
+                let greeting = tokio_stream::once(Ok(v1::ConnectVsockResponse { data }));
+                return Ok(Response::new(Box::pin(greeting)));
             }
             _ => return Err(Status::failed_precondition("nothing listens there")),
         }
