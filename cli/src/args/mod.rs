@@ -173,6 +173,9 @@ pub enum Command {
     /// Connect to programs of a guest by the socket device of its VM (AF_VSOCK), without a network
     #[command(subcommand, disable_help_subcommand = true)]
     Vsock(verbs::Vsock),
+    /// Connect to programs of a guest by the channels of its VM (virtio-serial ports), without a network
+    #[command(subcommand, disable_help_subcommand = true)]
+    Channel(verbs::Channel),
     /// Run a command in the guest of a VM, by the agent in the guest
     Exec(verbs::Exec),
     /// Copy a file to or from the guest of a VM, by the agent in the guest

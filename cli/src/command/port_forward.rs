@@ -1,5 +1,5 @@
-//! `port-forward` and `vsock`: ports of this machine, or standard input and output, that lead to a
-//! port of a VM or of its socket device.
+//! `port-forward`, `vsock` and `channel`: ports of this machine, or standard input and output, that lead
+//! to a port of a VM, of its socket device, or to a channel of it.
 
 use std::{io, net::SocketAddr, pin::Pin, time::Duration};
 
@@ -16,10 +16,13 @@ use tokio::{
 };
 use tokio_stream::{Stream, StreamExt as _, once, wrappers::ReceiverStream};
 use tonic::Status;
-use vmmd_api::v1::{self, PortForwardOpen, VsockOpen, connect_vsock_request, port_forward_request};
+use vmmd_api::v1::{
+    self, ChannelOpen, PortForwardOpen, VsockOpen, connect_channel_request, connect_vsock_request,
+    port_forward_request,
+};
 
 use crate::{
-    args::verbs::{PortForward, Vsock},
+    args::verbs::{ChannelPlace, PortForward, Vsock},
     client::{Client, about_vm},
     failure::{Code, Failure, Result},
 };
@@ -207,6 +210,29 @@ async fn open_vsock(client: &Client, name: &str, port: u32, accept: bool) -> Res
         sent,
         received: Box::pin(responses.map(|response| response.map(|response| response.data))),
     })
+}
+
+/// Connects standard input and output to a channel.
+pub async fn channel(client: &Client, place: &ChannelPlace) -> Result<()> {
+    use connect_channel_request::Message;
+    let open = ChannelOpen {
+        name: place.name.clone(),
+        channel: place.channel.clone(),
+    };
+    let (sent, queue) = mpsc::channel(QUEUE);
+    let messages = once(Message::Open(open)).chain(ReceiverStream::new(queue).map(Message::Data));
+    let requests = messages.map(|message| v1::ConnectChannelRequest {
+        message: Some(message),
+    });
+    let answer = client.vms.clone().connect_channel(requests).await;
+    let responses = answer
+        .map_err(|status| about_vm(status.into(), &place.name))?
+        .into_inner();
+    over_stdio(Connection {
+        sent,
+        received: Box::pin(responses.map(|response| response.map(|response| response.data))),
+    })
+    .await
 }
 
 async fn serve(connection: Connection, socket: TcpStream) {

@@ -240,6 +240,11 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     text.put("cloud-init", &cloud_init(spec.cloud_init.as_ref()));
     let credentials: Vec<_> = spec.credentials.iter().map(|it| it.name.as_str()).collect();
     text.put("Credentials", &credentials.join(", "));
+    let channels = status.channels.iter().map(|channel| {
+        let state = if channel.open { "open" } else { "closed" };
+        format!("{} ({state} in the guest)", channel.name)
+    });
+    text.put("Channels", &channels.collect::<Vec<_>>().join(", "));
     let users = spec.access_credentials.iter().map(|user| {
         let password = if user.password_hash_digest.is_empty() {
             ""

@@ -37,6 +37,14 @@ fn pipe_leads_to_a_socket_device_in_both_directions() {
 }
 
 #[test]
+fn pipe_leads_to_a_channel() {
+    let daemon = daemon();
+    let answer = run_with_input(&daemon, &["channel", "connect", "web", "echo"], "hello");
+    assert_eq!(answer, done("hello"));
+    assert_eq!(line(&daemon, "channel connect web other").0, 5);
+}
+
+#[test]
 fn a_command_in_the_guest_has_input_output_and_its_exit_code() {
     let daemon = daemon();
     let answer = run_with_input(&daemon, &["exec", "-i", "web", "--", "cat"], "typed");

@@ -7,6 +7,7 @@
 
 pub mod access;
 pub mod balloon;
+pub mod channel;
 pub mod cloud_init;
 pub mod cpu;
 pub mod credential;

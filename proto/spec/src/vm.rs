@@ -11,6 +11,7 @@ use super::{
     Violations,
     access::{self, AccessCredential},
     balloon::Balloon,
+    channel,
     cloud_init::CloudInit,
     cpu::{CpuShare, Processor},
     credential,
@@ -125,9 +126,16 @@ pub struct VmSpec {
     pub probes: Probes,
     /// Users of the guest, as its agent sets them.
     pub access: Vec<AccessCredential>,
+    /// Names of channels to programs of the guest.
+    pub channels: Vec<String>,
 }
 
 impl VmSpec {
+    /// Whether the machine has a device for channels: of the agent, or of others.
+    pub fn has_channels(&self) -> bool {
+        self.guest_agent || !self.channels.is_empty()
+    }
+
     /// Whether guest RAM is a memfd that other processes can map, or private to the VM's process.
     pub fn shares_memory(&self) -> bool {
         match self.backing {
@@ -356,6 +364,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let vsock = spec.vsock.map(|wire| Vsock::new(&mut found, wire));
         pod::one_network(&mut found, &spec.nics);
         let access = access::users(&mut found, spec);
+        let channels = channel::names(&mut found, &spec.channels);
         metadata(&mut found, spec);
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
@@ -390,6 +399,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 pod,
                 probes,
                 access,
+                channels,
             }),
             _ => Err(found),
         }

@@ -62,6 +62,7 @@ fn case() -> Case {
         pod: None,
         probes: vmmd_spec::probe::Probes::default(),
         access: Vec::new(),
+        channels: Vec::new(),
     };
     Case {
         folder,

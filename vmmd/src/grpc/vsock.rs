@@ -7,7 +7,7 @@ use tonic::Streaming;
 use vmmd_api::v1::{ConnectVsockRequest, ConnectVsockResponse, VsockOpen, connect_vsock_request::Message};
 use vmmd_host::failure::Failure;
 
-use super::relay::{self, Messages, relay};
+use super::relay::{self, AtEnd, Messages, relay};
 use crate::{guest::open_socket, host::Host, registry::vms::Entry};
 
 /// The stream to the client.
@@ -37,7 +37,7 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<ConnectVsockRequest>) ->
             _ => None,
         },
         answer: |data| ConnectVsockResponse { data },
-        half_closes: true,
+        at_end: AtEnd::HalfCloses,
     };
     Ok(relay(host, input, connection, messages))
 }

@@ -7,6 +7,7 @@ mod attach;
 mod bad_input;
 mod balloon;
 mod blocking;
+mod channel;
 mod chaos;
 mod cloud_init;
 mod console;

@@ -294,8 +294,9 @@ impl Guest {
                 let controls = self.controls.lock().unwrap().clone().unwrap_or_default();
                 lies::tell(self, word, &controls);
             }
-            ["open"] => self.set_agent(true),
-            ["close"] => self.set_agent(false),
+            ["open"] => self.set_channels(&[AGENT_CHANNEL]),
+            ["open", names @ ..] => self.set_channels(names),
+            ["close"] => self.set_channels(&[]),
             ["notify", lines @ ..] => self.lock().notify(lines.join("\n")),
             ["machine"] => {
                 let mut inner = self.lock();
@@ -341,13 +342,10 @@ impl Guest {
         }
     }
 
-    /// A program of the guest opens the channel of the agent, or closes it.
-    pub fn set_agent(&self, open: bool) {
+    /// Programs of the guest have these channels open.
+    fn set_channels(&self, names: &[&str]) {
         let mut inner = self.lock();
-        inner.open_channels = match open {
-            true => vec![AGENT_CHANNEL.into()],
-            false => Vec::new(),
-        };
+        inner.open_channels = names.iter().map(ToString::to_string).collect();
         let open = inner.open_channels.clone();
         inner.tell(Kind::ChannelsChanged(ChannelsChanged { open }));
     }

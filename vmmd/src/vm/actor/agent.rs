@@ -35,6 +35,13 @@ pub(super) struct Looks {
 impl Actor {
     /// The `vmm` says which channels programs of the guest have open.
     pub(super) fn on_channels(&mut self, open: &[String]) {
+        let Some(instance) = &mut self.instance else {
+            return;
+        };
+        if instance.open_channels != open {
+            instance.open_channels = open.to_vec();
+            self.publish_counts();
+        }
         let open = open.iter().any(|name| name == AGENT_CHANNEL);
         let Some(instance) = &mut self.instance else {
             return;

@@ -186,6 +186,7 @@ impl View {
                 .collect(),
             guest: guest(instance),
             firmware: firmware(record, spec).into(),
+            channels: channels(spec, instance),
         };
         v1::Vm {
             metadata: Some(metadata),
@@ -384,6 +385,16 @@ fn healthy(instance: Option<&Instance>) -> (ConditionStatus, &'static str, &str)
 fn guest(instance: Option<&Instance>) -> Option<v1::GuestInfo> {
     let guest = instance?.agent.guest.as_ref()?.as_ref();
     Some(guest.ok()?.as_ref().clone())
+}
+
+/// The channels of the spec.
+fn channels(spec: &VmSpec, instance: Option<&Instance>) -> Vec<v1::ChannelStatus> {
+    let open = instance.map_or(&[][..], |instance| &instance.open_channels);
+    let status = |name: &String| v1::ChannelStatus {
+        name: name.clone(),
+        open: open.contains(name),
+    };
+    spec.channels.iter().map(status).collect()
 }
 
 /// The firmware that the VM starts with.

@@ -111,6 +111,8 @@ pub struct Instance {
     pub ended: Option<ExitRecord>,
     /// Keepers of the processes that serve the shares.
     pub shares: Keepers,
+    /// Names of the channels that programs of the guest have open.
+    pub open_channels: Vec<String>,
     /// The agent in the guest.
     pub agent: AgentState,
     /// The guest by its probes.
@@ -180,6 +182,9 @@ impl Instance {
             crash_resets: status.map_or(0, |status| status.crash_resets),
             ended: None,
             shares: Keepers::default(),
+            open_channels: status
+                .map(|status| status.open_channels.clone())
+                .unwrap_or_default(),
             agent: AgentState::of(status),
             health: Health::default(),
         }

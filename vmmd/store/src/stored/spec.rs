@@ -53,6 +53,8 @@ stored! {
         credentials: Vec<Credential>,
         #[prost(message, repeated, tag = "35")]
         access_credentials: Vec<AccessCredential>,
+        #[prost(message, repeated, tag = "36")]
+        channels: Vec<ChannelSpec>,
         #[prost(message, optional, tag = "40")]
         probes: Option<ProbesSpec>,
     }
@@ -653,6 +655,14 @@ stored! {
 stored! {
     /// The channel to the guest's agent.
     GuestAgentSpec of v1::GuestAgentSpec {}
+}
+
+stored! {
+    /// A channel.
+    ChannelSpec of v1::ChannelSpec {
+        #[prost(string, tag = "1")]
+        name: String,
+    }
 }
 
 stored! {

@@ -115,8 +115,9 @@ const PROCESSORS: [&str; 3] = [
 ];
 
 /// Lists whose items have names.
-const NAMED: [&str; 6] = [
+const NAMED: [&str; 7] = [
     "spec.accessCredentials",
+    "spec.channels",
     "spec.credentials",
     "spec.disks",
     "spec.nics",
