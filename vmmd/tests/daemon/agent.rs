@@ -99,6 +99,18 @@ impl QemuAgent {
     }
 }
 
+impl QemuAgent {
+    /// Number of its open files that have no name any more.
+    pub fn deleted_files(&self) -> usize {
+        let folder = format!("/proc/{}/fd", self.0.id());
+        let files = fs::read_dir(folder).unwrap().flatten();
+        let links = files.filter_map(|file| fs::read_link(file.path()).ok());
+        links
+            .filter(|link| link.to_string_lossy().ends_with(" (deleted)"))
+            .count()
+    }
+}
+
 impl Drop for QemuAgent {
     fn drop(&mut self) {
         self.0.kill().unwrap();
