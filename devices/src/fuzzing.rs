@@ -10,8 +10,9 @@ pub use crate::firmware::fuzz::{flash, fw_cfg};
 pub use crate::tpm::fuzz::registers as tpm_registers;
 pub use crate::virtio::{
     balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue,
-    console::fuzz::driver as console_driver, gpu::fuzz::commands as gpu_commands,
-    input::fuzz::driver as input_driver, net::fuzz::queue as net_queue, vsock::fuzz::driver as vsock_driver,
+    channels::fuzz::driver as channels_driver, console::fuzz::driver as console_driver,
+    gpu::fuzz::commands as gpu_commands, input::fuzz::driver as input_driver, net::fuzz::queue as net_queue,
+    vsock::fuzz::driver as vsock_driver,
 };
 
 #[cfg(test)]
@@ -37,6 +38,7 @@ mod tests {
     #[case::ahci_port("ahci_port", crate::fuzzing::ahci_port)]
     #[case::balloon_queue("balloon_queue", crate::fuzzing::balloon_queue)]
     #[case::blk_queue("blk_queue", crate::fuzzing::blk_queue)]
+    #[case::channels_driver("channels_driver", crate::fuzzing::channels_driver)]
     #[case::console_driver("console_driver", crate::fuzzing::console_driver)]
     #[case::flash("flash", crate::fuzzing::flash)]
     #[case::fw_cfg("fw_cfg", crate::fuzzing::fw_cfg)]
@@ -83,6 +85,7 @@ mod tests {
     #[case::ahci_port(3000, 600, crate::fuzzing::ahci_port)]
     #[case::balloon_queue(3000, 600, crate::fuzzing::balloon_queue)]
     #[case::blk_queue(3000, 600, crate::fuzzing::blk_queue)]
+    #[case::channels_driver(3000, 600, crate::fuzzing::channels_driver)]
     #[case::console_driver(3000, 600, crate::fuzzing::console_driver)]
     #[case::flash(1000, 600, crate::fuzzing::flash)]
     #[case::fw_cfg(3000, 600, crate::fuzzing::fw_cfg)]

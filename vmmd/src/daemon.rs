@@ -141,6 +141,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         clients: registry::clients::Clients::default(),
         snapshots: Snapshots::default(),
         agents: registry::agents::Agents::default(),
+        channels: registry::channels::Channels::default(),
         consoles: Arc::default(),
         pods: Arc::default(),
         certificates: OnceLock::new(),

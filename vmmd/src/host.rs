@@ -33,6 +33,7 @@ use crate::{
     registry::{
         aborts::Aborts,
         agents::Agents,
+        channels::Channels,
         clients::Clients,
         consoles::Consoles,
         disks::Disks,
@@ -79,6 +80,8 @@ pub struct Host {
     pub consoles: Arc<Consoles>,
     /// Turns at their agents.
     pub agents: Agents,
+    /// Clients of their channels.
+    pub channels: Channels,
     /// Pods whose launchers are connected.
     pub pods: Arc<Pods>,
     /// Ways to their screens beside the API.

@@ -173,10 +173,15 @@ pub enum Command {
     /// Connect to programs of a guest by the socket device of its VM (AF_VSOCK), without a network
     #[command(subcommand, disable_help_subcommand = true)]
     Vsock(verbs::Vsock),
+    /// Connect to programs of a guest by the channels of its VM (virtio-serial ports), without a network
+    #[command(subcommand, disable_help_subcommand = true)]
+    Channel(verbs::Channel),
     /// Run a command in the guest of a VM, by the agent in the guest
     Exec(verbs::Exec),
     /// Copy a file to or from the guest of a VM, by the agent in the guest
     Cp(verbs::Cp),
+    /// Open a shell in a guest: by SSH over the socket device or the network of its VM, else at its serial console
+    Shell(ssh::Shell),
     /// Log in to a VM in a network of its node by SSH, through vmmd: no port of the VM must be reachable from here
     Ssh(ssh::Ssh),
     /// Copy files to and from a VM in a network of its node, through vmmd

@@ -15,7 +15,7 @@ pub struct Reach {
     #[arg(long)]
     pub nic: Option<String>,
     /// Connect by the socket device of the VM (`spec.vsock`) instead of the network; systemd from version 256 on starts an SSH server for
-    /// it in the guest
+    /// it in the guest. The default for a VM without an address in a network of its node
     #[arg(long, conflicts_with = "nic")]
     pub vsock: bool,
     /// File with your private key, as with ssh -i
@@ -59,6 +59,28 @@ pub struct Scp {
     pub files: Vec<String>,
 }
 
+/// `shell`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl shell web
+  vmmctl shell web --user debian
+  vmmctl shell web --console                       # for a guest in which no SSH key is yours")]
+pub struct Shell {
+    /// Name of the VM, optionally with the user: USER@VM
+    #[arg(value_name = "[USER@]VM", value_parser = place, add = complete::vms())]
+    pub vm: Place,
+    /// Name of the user in the guest; the default is that of `vmmctl ssh`
+    #[arg(short, long, value_parser = user)]
+    pub user: Option<String>,
+    /// File with your private key, as with ssh -i
+    #[arg(short, long, value_name = "FILE")]
+    pub identity: Option<std::path::PathBuf>,
+    /// Use the serial console, without an attempt to log in by SSH
+    #[arg(long, conflicts_with_all = ["user", "identity"])]
+    pub console: bool,
+}
+
 /// A user of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
@@ -84,6 +106,11 @@ pub fn place(text: &str) -> Result<Place, String> {
         user: user.map(str::to_owned),
         vm: vm_name(vm)?,
     })
+}
+
+fn user(name: &str) -> Result<String, String> {
+    user_name(name)?;
+    Ok(name.to_owned())
 }
 
 /// Refuses names that ssh would take for an option, or for something else.

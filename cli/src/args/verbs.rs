@@ -184,6 +184,29 @@ pub enum Vsock {
     Listen(VsockPort),
 }
 
+/// Verbs of `channel`.
+#[derive(Debug, Subcommand)]
+pub enum Channel {
+    /// Connect standard input and output to the program of the guest that has a channel open
+    Connect(ChannelPlace),
+}
+
+/// Arguments of `channel connect`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The VM needs the channel in `spec.channels` (`--channel` of `create vm` and `run`). A Linux guest has it as
+/dev/virtio-ports/NAME.
+
+Examples:
+  vmmctl channel connect web com.example.metrics.0")]
+pub struct ChannelPlace {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub name: String,
+    /// Name of the channel
+    pub channel: String,
+}
+
 /// Arguments of `vsock connect` and `vsock listen`.
 #[derive(Debug, Args)]
 #[command(after_help = "\

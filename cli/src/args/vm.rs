@@ -156,7 +156,7 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 40] = [
+const FLAGS: [&str; 41] = [
     "credentials",
     "smbios",
     "timezone",
@@ -187,6 +187,7 @@ const FLAGS: [&str; 40] = [
     "guest_agent",
     "tpm",
     "vsock",
+    "channels",
     "probes",
     "core_fraction",
     "core_limit",
@@ -273,6 +274,9 @@ pub struct Guest {
     /// Add a socket device (AF_VSOCK): `vmmctl vsock connect`, `vmmctl ssh --vsock`
     #[arg(long)]
     pub vsock: bool,
+    /// Add a channel of this name to programs of the guest (a virtio-serial port): `vmmctl channel connect`. Repeatable
+    #[arg(long = "channel", value_name = "NAME")]
+    pub channels: Vec<String>,
     /// Add a TPM 2.0; needs the package swtpm on the node
     #[arg(long)]
     pub tpm: bool,

@@ -162,6 +162,12 @@ pub fn of_guest(guest: &Guest, nics: &[String]) -> Result<v1::VmSpec> {
         guest_agent: guest.guest_agent.then_some(v1::GuestAgentSpec {}),
         tpm: guest.tpm.then_some(v1::TpmSpec {}),
         vsock: guest.vsock.then_some(v1::VsockSpec::default()),
+        channels: guest
+            .channels
+            .iter()
+            .cloned()
+            .map(|name| v1::ChannelSpec { name })
+            .collect(),
         probes: probe_spec::from_flags(&guest.probes)?,
         display: guest.display.map(|layout| v1::DisplaySpec {
             keyboard_layout: layout.into(),

@@ -1,5 +1,5 @@
-//! `port-forward` and `vsock`: ports of this machine, or standard input and output, that lead to a
-//! port of a VM or of its socket device.
+//! `port-forward`, `vsock` and `channel`: ports of this machine, or standard input and output, that lead
+//! to a port of a VM, of its socket device, or to a channel of it.
 
 use std::{io, net::SocketAddr, pin::Pin, time::Duration};
 
@@ -16,10 +16,13 @@ use tokio::{
 };
 use tokio_stream::{Stream, StreamExt as _, once, wrappers::ReceiverStream};
 use tonic::Status;
-use vmmd_api::v1::{self, PortForwardOpen, VsockOpen, connect_vsock_request, port_forward_request};
+use vmmd_api::v1::{
+    self, ChannelOpen, PortForwardOpen, VsockOpen, connect_channel_request, connect_vsock_request,
+    port_forward_request,
+};
 
 use crate::{
-    args::verbs::{PortForward, Vsock},
+    args::verbs::{ChannelPlace, PortForward, Vsock},
     client::{Client, about_vm},
     failure::{Code, Failure, Result},
 };
@@ -106,6 +109,33 @@ pub async fn answers(client: &Client, name: &str, port: u16, patience: Duration)
 /// How long it takes to the next attempt.
 const AGAIN: Duration = Duration::from_secs(1);
 
+/// How long a server may take to send its first bytes.
+const GREETING: Duration = Duration::from_secs(3);
+
+/// Checks whether a port of the guest, or of its socket device with `vsock`, sends the first bytes of a
+/// connection now, as SSH servers do.
+pub async fn greets(client: &Client, name: &str, port: u16, vsock: bool) -> Result<()> {
+    let attempt = async {
+        let mut connection = match vsock {
+            true => open_vsock(client, name, port.into(), false).await?,
+            false => {
+                let args = PortForward {
+                    name: name.to_owned(),
+                    ..PortForward::default()
+                };
+                open(client, &args, port).await?
+            }
+        };
+        Ok::<_, Failure>(connection.received.next().await.transpose()?)
+    };
+    let silent = format!("nothing answers at port {port}");
+    match timeout_at(Instant::now() + GREETING, attempt).await {
+        Ok(Ok(Some(_))) => Ok(()),
+        Ok(Err(failure)) => Err(failure),
+        Ok(Ok(None)) | Err(_) => Err(Failure::new(Code::Timeout, silent)),
+    }
+}
+
 /// Serves a port; why it can't any more.
 async fn accept(client: Client, args: PortForward, listener: TcpListener, port: u16) -> Failure {
     loop {
@@ -153,14 +183,18 @@ async fn open(client: &Client, args: &PortForward, port: u16) -> Result<Connecti
 
 /// Connects standard input and output to a port of a socket device.
 pub async fn vsock(client: &Client, verb: &Vsock) -> Result<()> {
-    use connect_vsock_request::Message;
     let (place, accept) = match verb {
         Vsock::Connect(place) => (place, false),
         Vsock::Listen(place) => (place, true),
     };
+    over_stdio(open_vsock(client, &place.name, place.port, accept).await?).await
+}
+
+async fn open_vsock(client: &Client, name: &str, port: u32, accept: bool) -> Result<Connection> {
+    use connect_vsock_request::Message;
     let open = VsockOpen {
-        name: place.name.clone(),
-        port: place.port,
+        name: name.to_owned(),
+        port,
         accept,
     };
     let (sent, queue) = mpsc::channel(QUEUE);
@@ -169,6 +203,28 @@ pub async fn vsock(client: &Client, verb: &Vsock) -> Result<()> {
         message: Some(message),
     });
     let answer = client.vms.clone().connect_vsock(requests).await;
+    let responses = answer
+        .map_err(|status| about_vm(status.into(), name))?
+        .into_inner();
+    Ok(Connection {
+        sent,
+        received: Box::pin(responses.map(|response| response.map(|response| response.data))),
+    })
+}
+
+/// Connects standard input and output to a channel.
+pub async fn channel(client: &Client, place: &ChannelPlace) -> Result<()> {
+    use connect_channel_request::Message;
+    let open = ChannelOpen {
+        name: place.name.clone(),
+        channel: place.channel.clone(),
+    };
+    let (sent, queue) = mpsc::channel(QUEUE);
+    let messages = once(Message::Open(open)).chain(ReceiverStream::new(queue).map(Message::Data));
+    let requests = messages.map(|message| v1::ConnectChannelRequest {
+        message: Some(message),
+    });
+    let answer = client.vms.clone().connect_channel(requests).await;
     let responses = answer
         .map_err(|status| about_vm(status.into(), &place.name))?
         .into_inner();

@@ -49,7 +49,7 @@ pub fn from_flags(flags: &[String]) -> Result<Option<v1::ProbesSpec>> {
     Ok(Some(probes))
 }
 
-/// The check of `tcp:PORT`, `http:PORT[/PATH]`, `https:PORT[/PATH]`, `exec:COMMAND` or `agent`.
+/// The check of `tcp:PORT`, `http:PORT[/PATH]`, `https:PORT[/PATH]`, `exec:COMMAND`, `agent` or `notify`.
 fn check(text: &str) -> Result<Check, String> {
     let (name, rest) = text.split_once(':').unwrap_or((text, ""));
     Ok(match name {
@@ -71,9 +71,10 @@ fn check(text: &str) -> Result<Check, String> {
             command: rest.split_whitespace().map(str::to_owned).collect(),
         }),
         "agent" if rest.is_empty() => Check::Agent(v1::AgentCheck {}),
+        "notify" if rest.is_empty() => Check::Notify(v1::NotifyCheck {}),
         _ => {
             return Err(
-                "must be tcp:PORT, http:PORT/PATH, https:PORT/PATH, exec:COMMAND or agent".to_owned(),
+                "must be tcp:PORT, http:PORT/PATH, https:PORT/PATH, exec:COMMAND, agent or notify".to_owned(),
             );
         }
     })
@@ -102,6 +103,12 @@ mod tests {
             "liveness": {"exec": {"command": ["systemctl", "is-active", "nginx"]}, "initialDelaySeconds": 9},
         });
         assert_eq!(probes, expected);
+        let notify = parse(&["readiness=notify,failures=30"]).unwrap();
+        let notify = serde_json::to_value(notify).unwrap();
+        assert_eq!(
+            notify["readiness"],
+            serde_json::json!({"notify": {}, "failureThreshold": 30})
+        );
         assert_eq!(parse(&[]).unwrap(), None);
     }
 

@@ -1,4 +1,4 @@
-//! `ssh` and `scp`: the programs of this machine, over a port of a VM that the daemon forwards.
+//! `ssh`, `scp` and `shell`: the programs of this machine, over a port of a VM that the daemon forwards.
 //!
 //! The VM needs no address that is reachable from here, and no published port. The guest's host key is remembered by the VM's
 //! uid: another VM of the same name is another host, and a key that changes under the same uid is refused by ssh.
@@ -19,9 +19,14 @@ use std::{
 
 use vmmd_api::v1;
 
+use super::port_forward;
 use crate::{
-    args::ssh::{Place, Reach, Scp, Ssh, place},
+    args::{
+        ssh::{Place, Reach, Scp, Shell, Ssh, place},
+        verbs::Console,
+    },
     client::Client,
+    console,
     contexts::Connection,
     failure::{Code, Failure, Result},
 };
@@ -33,7 +38,7 @@ const KEEP_ALIVE: [&str; 2] = ["-oServerAliveInterval=15", "-oServerAliveCountMa
 pub async fn ssh(client: &Client, given: &Connection, args: &Ssh) -> Result<()> {
     let vm = client.get(&args.vm.vm).await?;
     let mut command = Command::new("ssh");
-    command.args(options(&vm, given, &args.vm.vm, &args.reach)?);
+    command.args(options(&vm, given, &args.vm.vm, &by_vsock(&vm, &args.reach))?);
     // Options come before the host, the command after it.
     let (options, rest) = option_words(&args.rest);
     // ssh goes by the first that it reads: the user's options are stronger.
@@ -43,6 +48,75 @@ pub async fn ssh(client: &Client, given: &Connection, args: &Ssh) -> Result<()> 
     }
     command.arg("--").arg(args.vm.word()).args(rest);
     Err(failed(&command))
+}
+
+/// Selects the socket device for a VM without an address in a network of its node.
+fn by_vsock(vm: &v1::Vm, reach: &Reach) -> Reach {
+    let mut reach = reach.clone();
+    if !reach.vsock && reach.nic.is_none() && has_vsock(vm) && !has_address(vm) {
+        let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
+        eprintln!("vm/{name} has no address in a network of its node: connecting by its socket device.");
+        reach.vsock = true;
+    }
+    reach
+}
+
+fn has_vsock(vm: &v1::Vm) -> bool {
+    vm.spec.as_ref().is_some_and(|spec| spec.vsock.is_some())
+}
+
+fn has_address(vm: &v1::Vm) -> bool {
+    let mut nics = vm.status.iter().flat_map(|status| &status.nics);
+    nics.any(|nic| !nic.addresses.is_empty())
+}
+
+/// Port of the guest's SSH server.
+const SSH: u16 = 22;
+
+/// Opens a shell: by SSH over the first way at which a server answers, else at the serial console.
+pub async fn shell(client: &Client, given: &Connection, args: Shell) -> Result<()> {
+    let name = args.vm.vm.clone();
+    let vm = client.get(&name).await?;
+    let ways = [
+        (has_vsock(&vm), true, "socket device"),
+        (has_address(&vm), false, "network"),
+    ];
+    let ways = if args.console { &[][..] } else { &ways };
+    let mut failures = Vec::new();
+    for (exists, vsock, way) in ways.iter().copied() {
+        if !exists {
+            failures.push(format!("it has no {way} to connect by"));
+            continue;
+        }
+        match port_forward::greets(client, &name, SSH, vsock).await {
+            Ok(()) => {
+                eprintln!("Connecting to vm/{name} by SSH over its {way}.");
+                let user = args.user.or(args.vm.user);
+                let ssh_args = Ssh {
+                    vm: Place { user, vm: name },
+                    reach: Reach {
+                        port: SSH,
+                        nic: None,
+                        vsock,
+                        identity: args.identity,
+                    },
+                    rest: Vec::new(),
+                };
+                return ssh(client, given, &ssh_args).await;
+            }
+            Err(failure) if matches!(failure.code, Code::NotFound | Code::Permission) => return Err(failure),
+            Err(failure) => failures.push(format!("{way}: {}", failure.message)),
+        }
+    }
+    for failure in failures {
+        eprintln!("No SSH to vm/{name}: {failure}");
+    }
+    eprintln!("Connecting to the serial console of vm/{name}; ^] detaches.");
+    let args = Console {
+        name,
+        ..Console::default()
+    };
+    console::run(client, &args).await
 }
 
 /// The default users of images of distributions, in which root and other users cannot log in, by a word in the image's name or source.
@@ -138,7 +212,7 @@ pub async fn scp(client: &Client, given: &Connection, args: &Scp) -> Result<()> 
     }
     let spec = client.get(vm).await?;
     let mut command = Command::new("scp");
-    command.args(options(&spec, given, vm, &args.reach)?);
+    command.args(options(&spec, given, vm, &by_vsock(&spec, &args.reach))?);
     command.args(KEEP_ALIVE);
     if places.iter().flatten().all(|place| place.user.is_none()) {
         command.args(user_option(client, &spec).await);

@@ -138,6 +138,7 @@ fn probes(spec: Option<&v1::ProbesSpec>) -> String {
         }
         Some(Check::Exec(exec)) => format!("exec {}", exec.command.join(" ")),
         Some(Check::Agent(_)) => "agent".to_owned(),
+        Some(Check::Notify(_)) => "notify".to_owned(),
         None => String::new(),
     };
     let probes = [
@@ -239,6 +240,21 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     text.put("cloud-init", &cloud_init(spec.cloud_init.as_ref()));
     let credentials: Vec<_> = spec.credentials.iter().map(|it| it.name.as_str()).collect();
     text.put("Credentials", &credentials.join(", "));
+    let channels = status.channels.iter().map(|channel| {
+        let state = if channel.open { "open" } else { "closed" };
+        format!("{} ({state} in the guest)", channel.name)
+    });
+    text.put("Channels", &channels.collect::<Vec<_>>().join(", "));
+    let users = spec.access_credentials.iter().map(|user| {
+        let password = if user.password_hash_digest.is_empty() {
+            ""
+        } else {
+            ", password"
+        };
+        let keys = user.ssh_authorized_keys.len();
+        format!("{} ({keys} SSH keys{password})", user.name)
+    });
+    text.put("Guest users", &users.collect::<Vec<_>>().join(", "));
     disk::of_vm(text, spec, status);
     let nics: Vec<_> = spec
         .nics

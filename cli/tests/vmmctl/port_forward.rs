@@ -37,6 +37,14 @@ fn pipe_leads_to_a_socket_device_in_both_directions() {
 }
 
 #[test]
+fn pipe_leads_to_a_channel() {
+    let daemon = daemon();
+    let answer = run_with_input(&daemon, &["channel", "connect", "web", "echo"], "hello");
+    assert_eq!(answer, done("hello"));
+    assert_eq!(line(&daemon, "channel connect web other").0, 5);
+}
+
+#[test]
 fn a_command_in_the_guest_has_input_output_and_its_exit_code() {
     let daemon = daemon();
     let answer = run_with_input(&daemon, &["exec", "-i", "web", "--", "cat"], "typed");
@@ -178,6 +186,42 @@ fn login_without_a_user_is_that_of_the_images_user() {
     assert!(words.contains("-oUser=debian\n"), "{words}");
     let [words, _] = run(&["scp", "root@web:/etc/motd", "."]);
     assert!(!words.contains("-oUser"), "{words}");
+}
+
+#[test]
+fn shell_takes_the_first_way_that_answers() {
+    let daemon = daemon();
+    daemon.state.put("db", VmPhase::Running, &[]);
+    daemon.state.with_vsock("db");
+    let folder = tempfile::tempdir().unwrap();
+    let run = |words: &[&str]| {
+        let mut command = daemon.vmmctl();
+        with_programs(&mut command, folder.path());
+        let output = command.args(words).write_stdin("halt\n").output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap())
+    };
+    let [words, said] = run(&["shell", "db", "--user", "debian"]);
+    assert_eq!(said, "Connecting to vm/db by SSH over its socket device.\n");
+    assert!(words.contains("'vsock' 'connect' '--' 'db' '22'"), "{words}");
+    assert!(words.ends_with("--\ndebian@db\n"), "{words}");
+    // Neither way exists.
+    let [_, said] = run(&["shell", "web"]);
+    let without = "No SSH to vm/web: it has no socket device to connect by\n\
+                   No SSH to vm/web: it has no network to connect by\n\
+                   Connecting to the serial console of vm/web; ^] detaches.\n";
+    assert!(said.starts_with(without), "{said}");
+    let [_, said] = run(&["shell", "--console", "db"]);
+    assert!(
+        said.starts_with("Connecting to the serial console of vm/db"),
+        "{said}"
+    );
+    // Without an address, ssh and scp also select the socket device.
+    for words in [&["ssh", "db"][..], &["scp", "db:/etc/motd", "."]] {
+        let [words, said] = run(words);
+        assert!(said.contains("connecting by its socket device"), "{said}");
+        assert!(words.contains("'vsock' 'connect'"), "{words}");
+    }
 }
 
 #[test]

@@ -3,14 +3,12 @@
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use vmmd_api::v1;
 
-use super::Violations;
+use super::{Violations, access};
 
 /// Longest user data, vendor data or network configuration in bytes.
 pub const MAX_DATA: usize = 128 << 10;
 /// Most SSH keys.
 pub const MAX_KEYS: usize = 64;
-/// Longest SSH key in bytes.
-pub const MAX_KEY: usize = 8 << 10;
 /// Name of the disk with the seed in the VM.
 pub const SEED: &str = "cloud-init";
 
@@ -69,24 +67,14 @@ impl CloudInit {
             found.add(field("sshAuthorizedKeys"), format_args!("at most {MAX_KEYS}"));
         }
         for (index, key) in wire.ssh_authorized_keys.iter().enumerate() {
-            let line = !key.trim().is_empty() && !key.chars().any(char::is_control);
-            if !line || key.len() > MAX_KEY || key.contains("PRIVATE KEY") {
-                found.add(
-                    format_args!("spec.cloudInit.sshAuthorizedKeys[{index}]"),
-                    "must be one line of an authorized_keys file: \"ssh-ed25519 AAAA… comment\"",
-                );
+            if !access::is_key(key) {
+                let field = format_args!("spec.cloudInit.sshAuthorizedKeys[{index}]");
+                found.add(field, access::KEY);
             }
         }
         let hash = &wire.password_hash;
-        if !hash.is_empty()
-            && (!hash.starts_with('$')
-                || hash.len() > 512
-                || !hash.bytes().all(|b| b.is_ascii_graphic() && b != b':'))
-        {
-            found.add(
-                field("passwordHash"),
-                "must be a hash as in /etc/shadow, such as `openssl passwd -6` prints: never a password itself",
-            );
+        if !hash.is_empty() && !access::is_password_hash(hash) {
+            found.add(field("passwordHash"), access::PASSWORD_HASH);
         }
         if !hash.is_empty() && !wire.vendor_data.is_empty() {
             found.add(

@@ -5,7 +5,9 @@
 //! Conditions that depend on the node (existence of a file, free memory) are checked at the place
 //! of use: this crate never reads a file or a clock. A reader starts at [`vm`].
 
+pub mod access;
 pub mod balloon;
+pub mod channel;
 pub mod cloud_init;
 pub mod cpu;
 pub mod credential;

@@ -73,6 +73,8 @@ pub enum Check {
     Exec(Vec<String>),
     /// The agent answers.
     Agent,
+    /// systemd has notified that the guest is ready.
+    Notify,
 }
 
 /// A port of the guest.
@@ -84,7 +86,26 @@ pub struct Port {
     pub nic: String,
 }
 
+/// Port of the host at which the notifications of a guest arrive.
+pub const NOTIFY_PORT: u32 = 4_000_000_000;
+
+/// The credential that names that port to systemd in the guest (systemd(1), "System credentials").
+pub(super) fn notify_credential() -> v1::Credential {
+    v1::Credential {
+        name: "vmm.notify_socket".to_owned(),
+        value: format!("vsock-stream:2:{NOTIFY_PORT}"),
+        ..v1::Credential::default()
+    }
+}
+
 impl Probes {
+    /// Whether a probe needs the notifications of the guest.
+    pub fn notify(&self) -> bool {
+        let probes = [&self.startup, &self.readiness];
+        let mut checks = probes.into_iter().flatten().map(|probe| &probe.check);
+        checks.any(|check| *check == Check::Notify)
+    }
+
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
@@ -102,6 +123,11 @@ impl Probes {
                     field,
                     "must be 1: only a readiness probe can need several successes",
                 );
+            }
+            if probe.check == Check::Notify && name == "liveness" {
+                let message =
+                    "must not be the check of a liveness probe: the guest does not notify that it lives";
+                found.add(format_args!("{field}.notify"), message);
             }
             Some(probe)
         };
@@ -156,7 +182,7 @@ impl Check {
     fn new(found: &mut Violations, field: &str, wire: &v1::Probe, spec: &v1::VmSpec) -> Option<Self> {
         use v1::probe::Check as Wire;
         let Some(check) = &wire.check else {
-            found.add(field, "must have one of tcp, http, exec and agent");
+            found.add(field, "must have one of tcp, http, exec, agent and notify");
             return None;
         };
         let (name, by_agent) = match check {
@@ -164,7 +190,9 @@ impl Check {
             Wire::Http(_) => ("http", false),
             Wire::Exec(_) => ("exec", true),
             Wire::Agent(_) => ("agent", true),
+            Wire::Notify(_) => ("notify", false),
         };
+        let by_network = matches!(check, Wire::Tcp(_) | Wire::Http(_));
         let field = format!("{field}.{name}");
         if by_agent && spec.guest_agent.is_none() {
             found.add(
@@ -172,7 +200,10 @@ impl Check {
                 "needs spec.guestAgent, the channel to the agent in the guest",
             );
         }
-        if !by_agent && spec.pod.is_some() {
+        if matches!(check, Wire::Notify(_)) && spec.vsock.is_none() {
+            found.add(&field, "needs spec.vsock, the socket device of the guest");
+        }
+        if by_network && spec.pod.is_some() {
             let message = "must not be set with spec.pod: give the pod a probe, which reaches the guest";
             found.add(&field, message);
         }
@@ -212,6 +243,7 @@ impl Check {
                 Some(Self::Exec(command.clone()))
             }
             Wire::Agent(_) => Some(Self::Agent),
+            Wire::Notify(_) => Some(Self::Notify),
         }
     }
 }
@@ -295,6 +327,7 @@ mod tests {
             of(".tcp.nic")
         );
         assert_eq!(fields(json!({"agent": {}}), false), of(".agent"));
+        assert_eq!(fields(json!({"notify": {}}), true), of(".notify"));
         assert_eq!(fields(json!({"exec": {}}), true), of(".exec.command"));
         assert_eq!(
             fields(json!({"http": {"port": 1, "path": "x"}}), true),
@@ -332,5 +365,24 @@ mod tests {
         let mut found = Violations::default();
         Probes::new(&mut found, &spec);
         assert_eq!(found.0.first().unwrap().field, "spec.probes.liveness.tcp");
+    }
+
+    #[test]
+    fn notifications_need_a_socket_device_and_are_no_sign_of_life() {
+        let spec = |probe: &str| -> v1::VmSpec {
+            let json = json!({"probes": {probe: {"notify": {}}}, "vsock": {}});
+            serde_json::from_value(json).unwrap()
+        };
+        let mut found = Violations::default();
+        assert!(Probes::new(&mut found, &spec("startup")).notify());
+        assert!(found.0.is_empty());
+        Probes::new(&mut found, &spec("liveness"));
+        assert_eq!(found.0[0].field, "spec.probes.liveness.notify");
+        let credential = notify_credential();
+        let mut strings = crate::credential::oem_strings(&mut Violations::default(), &[credential]);
+        assert_eq!(
+            strings.pop().unwrap().as_str(),
+            "io.systemd.credential:vmm.notify_socket=vsock-stream:2:4000000000"
+        );
     }
 }

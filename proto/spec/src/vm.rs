@@ -9,7 +9,9 @@ use vmmd_api::v1;
 
 use super::{
     Violations,
+    access::{self, AccessCredential},
     balloon::Balloon,
+    channel,
     cloud_init::CloudInit,
     cpu::{CpuShare, Processor},
     credential,
@@ -20,7 +22,7 @@ use super::{
     nic,
     pod::{self, PodUid},
     policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
-    probe::Probes,
+    probe::{self, Probes},
     resources::{self, CpuSet, MemoryOptions},
     share::{self, MAX_SHARES, Share},
     smbios::Smbios,
@@ -122,9 +124,18 @@ pub struct VmSpec {
     pub pod: Option<PodUid>,
     /// Periodic checks of the guest.
     pub probes: Probes,
+    /// Users of the guest, as its agent sets them.
+    pub access: Vec<AccessCredential>,
+    /// Names of channels to programs of the guest.
+    pub channels: Vec<String>,
 }
 
 impl VmSpec {
+    /// Whether the machine has a device for channels: of the agent, or of others.
+    pub fn has_channels(&self) -> bool {
+        self.guest_agent || !self.channels.is_empty()
+    }
+
     /// Whether guest RAM is a memfd that other processes can map, or private to the VM's process.
     pub fn shares_memory(&self) -> bool {
         match self.backing {
@@ -297,7 +308,10 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let timezone = timezone(&mut found, spec.clock.as_ref());
         let smbios = spec.smbios.as_ref().map(|wire| Smbios::new(&mut found, wire));
         let mut smbios = smbios.unwrap_or_default();
-        smbios.oem_strings = credential::oem_strings(&mut found, &spec.credentials);
+        let probes = Probes::new(&mut found, spec);
+        let mut credentials = spec.credentials.clone();
+        credentials.extend(probes.notify().then(probe::notify_credential));
+        smbios.oem_strings = credential::oem_strings(&mut found, &credentials);
         let field = "spec.rateGroups";
         let rate_groups = list(
             &mut found,
@@ -349,7 +363,8 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         let vsock = spec.vsock.map(|wire| Vsock::new(&mut found, wire));
         pod::one_network(&mut found, &spec.nics);
-        let probes = Probes::new(&mut found, spec);
+        let access = access::users(&mut found, spec);
+        let channels = channel::names(&mut found, &spec.channels);
         metadata(&mut found, spec);
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
@@ -383,6 +398,8 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 cloud_init,
                 pod,
                 probes,
+                access,
+                channels,
             }),
             _ => Err(found),
         }

@@ -10,7 +10,7 @@ use std::{
 
 use uuid::Uuid;
 use vmmd_spec::{
-    Violations,
+    Violations, channel,
     cpu::{Model, features},
     disk::{BootOrder, RateLimit},
     display::is_size,
@@ -193,11 +193,11 @@ pub struct Display {
 /// Most rate groups of a machine.
 pub const MAX_RATE_GROUPS: usize = 16;
 /// Most channels of a machine. Each has two queues.
-pub const MAX_CHANNELS: usize = 8;
+pub const MAX_CHANNELS: usize = channel::MAX_CHANNELS + 1;
 /// Longest name of a channel in bytes. It fits a buffer of Linux's driver with much to spare.
-pub const MAX_CHANNEL_NAME: usize = 64;
+pub const MAX_CHANNEL_NAME: usize = channel::MAX_NAME;
 /// The channel that qemu-guest-agent opens.
-pub const AGENT_CHANNEL: &str = "org.qemu.guest_agent.0";
+pub const AGENT_CHANNEL: &str = channel::AGENT;
 /// End of the PCI slots of bus 0.
 const FIRST_BUS_END: u32 = 32;
 /// Most changes of the real-time clock's difference to UTC.

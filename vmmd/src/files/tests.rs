@@ -61,6 +61,8 @@ fn case() -> Case {
         cloud_init: None,
         pod: None,
         probes: vmmd_spec::probe::Probes::default(),
+        access: Vec::new(),
+        channels: Vec::new(),
     };
     Case {
         folder,

@@ -36,6 +36,9 @@ const MAX_WORD_BYTES: usize = 128 << 10;
 /// agent, in base64.
 const MAX_INPUT: usize = 1 << 20;
 
+/// How long the agent may take to close the files of a command when the daemon stops.
+const CLOSE: Duration = Duration::from_secs(1);
+
 type Sender = mpsc::Sender<Result<ExecVmResponse, Status>>;
 
 /// A command that runs.
@@ -168,8 +171,11 @@ async fn follow(host: &Host, entry: &Entry, mut running: Running, limit: Option<
     };
     let ended = tokio::select! {
         biased;
-        // The command continues.
         () = host.stopping.cancelled() => {
+            // The command continues. Its files go with its end, when the agent does not have them open.
+            if let Running::Streamed(command) = &running {
+                let _silent = timeout(CLOSE, command.close()).await;
+            }
             let _gone = sender.send(Err(Failure::stopping().into())).await;
             return;
         }

@@ -2,6 +2,7 @@
 
 mod ask;
 mod authority;
+mod channel;
 mod connection;
 mod console;
 mod cursor;

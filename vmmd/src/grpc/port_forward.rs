@@ -11,7 +11,7 @@ use tonic::Streaming;
 use vmmd_api::v1::{PortForwardRequest, PortForwardResponse, port_forward_request::Message};
 use vmmd_host::{failure::Failure, text};
 
-use super::relay::{self, Messages, relay};
+use super::relay::{self, AtEnd, Messages, relay};
 use crate::{host::Host, vm::address};
 
 /// The stream to the client.
@@ -46,7 +46,7 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<PortForwardRequest>) -> 
             _ => None,
         },
         answer: |data| PortForwardResponse { data },
-        half_closes: true,
+        at_end: AtEnd::HalfCloses,
     };
     Ok(relay(host, input, connection, messages))
 }

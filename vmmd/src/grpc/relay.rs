@@ -20,6 +20,17 @@ const CHUNK: usize = 64 << 10;
 /// The stream to a client.
 pub type Stream<A> = ReceiverStream<Result<A, Status>>;
 
+/// Effect of the end of a client's data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AtEnd {
+    /// The connection ends.
+    Closes,
+    /// The end is passed on, and the other side's data continues.
+    HalfCloses,
+    /// Nothing: the connection has no such end, and the other side's data continues.
+    Stays,
+}
+
 /// The messages of a method.
 #[derive(Debug)]
 pub struct Messages<Q, A> {
@@ -27,8 +38,8 @@ pub struct Messages<Q, A> {
     pub data: fn(Q) -> Option<Vec<u8>>,
     /// A message with data.
     pub answer: fn(Vec<u8>) -> A,
-    /// The end of the client's data is passed on, and the other side's data continues. Otherwise, it ends the connection.
-    pub half_closes: bool,
+    /// Effect of the end of the client's data.
+    pub at_end: AtEnd,
 }
 
 /// Passes data until the connection, the client or the daemon ends.
@@ -42,6 +53,23 @@ where
     Q: Send + 'static,
     A: Send + 'static,
     C: AsyncRead + AsyncWrite + Send + 'static,
+{
+    relay_with(host, input, connection, messages, ())
+}
+
+/// The same, and drops `holds` at the end.
+pub fn relay_with<Q, A, C, H>(
+    host: Arc<Host>,
+    input: Streaming<Q>,
+    connection: C,
+    messages: Messages<Q, A>,
+    holds: H,
+) -> Stream<A>
+where
+    Q: Send + 'static,
+    A: Send + 'static,
+    C: AsyncRead + AsyncWrite + Send + 'static,
+    H: Send + 'static,
 {
     let (sender, receiver) = mpsc::channel(READY);
     let answer = messages.answer;
@@ -57,6 +85,7 @@ where
             // The client may have gone.
             let _gone = sender.send(Err(failure.into())).await;
         }
+        drop(holds);
     });
     ReceiverStream::new(receiver)
 }
@@ -78,9 +107,11 @@ async fn pass_in<Q, A, C: AsyncWrite>(
             None => return Some(Failure::field("data", "must follow after `open`")),
         }
     }
-    if messages.half_closes {
-        // The other side's end is seen where it is read.
+    if messages.at_end == AtEnd::HalfCloses {
         let _closed = writer.shutdown().await;
+    }
+    if messages.at_end != AtEnd::Closes {
+        // The other side's end is seen where it is read.
         std::future::pending::<()>().await;
     }
     None

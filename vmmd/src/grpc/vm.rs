@@ -14,7 +14,7 @@ use vmmd_objects::{
 
 use super::{
     ask::Asked,
-    console, exec,
+    channel, console, exec,
     filter::Filter,
     guest_file, logs,
     mask::Mask,
@@ -375,6 +375,17 @@ impl VmService for Vms {
     ) -> Result<Response<Self::PortForwardStream>, Status> {
         Ok(Response::new(
             port_forward::open(Arc::clone(&self.host), request.into_inner()).await?,
+        ))
+    }
+
+    type ConnectChannelStream = channel::Stream;
+
+    async fn connect_channel(
+        &self,
+        request: Request<Streaming<v1::ConnectChannelRequest>>,
+    ) -> Result<Response<Self::ConnectChannelStream>, Status> {
+        Ok(Response::new(
+            channel::open(Arc::clone(&self.host), request.into_inner()).await?,
         ))
     }
 

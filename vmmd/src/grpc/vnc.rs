@@ -14,7 +14,7 @@ use vmmd_api::v1::{
 use vmmd_host::{failure::Failure, text};
 use vmmd_objects::context::Initiator;
 
-use super::relay::{self, Messages, relay};
+use super::relay::{self, AtEnd, Messages, relay};
 use crate::{
     host::Host,
     registry::screens::{Form, LIFE, Ticket},
@@ -46,7 +46,7 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<VncRequest>) -> Result<S
             _ => None,
         },
         answer: |data| VncResponse { data },
-        half_closes: false,
+        at_end: AtEnd::Closes,
     };
     Ok(relay(host, input, connection, messages))
 }

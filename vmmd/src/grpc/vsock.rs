@@ -1,21 +1,14 @@
 //! `ConnectVsock`: a connection between the client and a program of a guest, over a stream.
-//!
-//! The daemon gives the `vmm` one end of a pair of sockets. The first byte on the other end says that
-//! the connection is established. A client that leaves closes it, and the `vmm` then gives up.
 
-use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use tokio::{io::AsyncReadExt as _, net::UnixStream, time::timeout};
 use tonic::Streaming;
-use vmm_protocol::vmm::{ErrorKind, OpenVsock, request::Op};
 use vmmd_api::v1::{ConnectVsockRequest, ConnectVsockResponse, VsockOpen, connect_vsock_request::Message};
-use vmmd_host::{
-    failure::{Failure, Kind},
-    text,
-};
+use vmmd_host::failure::Failure;
 
-use super::relay::{self, Messages, relay};
-use crate::{host::Host, registry::vms::Entry};
+use super::relay::{self, AtEnd, Messages, relay};
+use crate::{guest::open_socket, host::Host, registry::vms::Entry};
 
 /// The stream to the client.
 pub type Stream = relay::Stream<ConnectVsockResponse>;
@@ -44,7 +37,7 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<ConnectVsockRequest>) ->
             _ => None,
         },
         answer: |data| ConnectVsockResponse { data },
-        half_closes: true,
+        at_end: AtEnd::HalfCloses,
     };
     Ok(relay(host, input, connection, messages))
 }
@@ -65,30 +58,7 @@ fn check(entry: &Entry) -> Result<(), Failure> {
 
 /// Waits until the connection is established.
 async fn connect(host: &Host, entry: &Entry, open: &VsockOpen) -> Result<UnixStream, Failure> {
-    let failed = |error| Failure::internal(format!("make a pair of sockets: {error}"));
-    let (mut ours, theirs) = UnixStream::pair().map_err(failed)?;
-    // It stays non-blocking, as the `vmm` needs it.
-    let theirs = OwnedFd::from(theirs.into_std().map_err(failed)?);
-    let op = Op::OpenVsock(OpenVsock {
-        socket_fd: 0,
-        port: open.port,
-        accept: open.accept,
-    });
-    let fds = [theirs];
-    let opened = host.clients.ask(entry.uid, op, &fds).await?;
-    // The `vmm` has the only one.
-    drop(fds);
-    opened.map_err(|refused| {
-        let message = text::brief(&refused.message);
-        match refused.kind() {
-            ErrorKind::State => Failure::precondition("NOT_RUNNING", message),
-            ErrorKind::Resources => Failure::new(Kind::Exhausted, "TOO_MANY_CONNECTIONS", message),
-            _ => {
-                let message = "this run of the VM has no socket device: restart the VM";
-                Failure::precondition("NO_VSOCK", message)
-            }
-        }
-    })?;
+    let mut ours = open_socket(host, entry.uid, open.port, open.accept).await?;
     let established = ours.read_u8();
     let established = if open.accept {
         tokio::select! {

@@ -13,8 +13,10 @@ mod freeze;
 pub mod fuzzing;
 mod info;
 mod list;
+mod notice;
 mod session;
 mod shutdown;
+mod socket;
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -31,8 +33,10 @@ pub use self::{
     file::GuestFile,
     freeze::{Frozen, freeze, may_be_frozen, thaw},
     info::look,
+    notice::Notices,
     session::Session,
     shutdown::shut_down_late,
+    socket::open_socket,
 };
 use crate::{host::Host, paths::RuntimeDir, registry::vms::Entry};
 

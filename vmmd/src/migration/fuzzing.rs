@@ -246,6 +246,7 @@ mod tests {
             ..Default::default()
         };
         v1::OfferVmRequest {
+            access_keys: Vec::new(),
             protocol: peer_message::PROTOCOL,
             vm: Some(v1::Vm {
                 metadata: Some(v1::ObjectMetadata {

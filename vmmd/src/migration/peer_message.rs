@@ -18,8 +18,12 @@ use vmmd_spec::{
     pci::{self, PciSlot},
     vm::{Attachment, Nic, VmSpec},
 };
+use vmmd_store::AccessKeysRecord;
 
-use crate::{disk::moved, vm::refuse_what_stays};
+use crate::{
+    disk::moved,
+    vm::{access_keys, refuse_what_stays},
+};
 
 /// Version of what daemons say to each other.
 pub const PROTOCOL: u32 = 1;
@@ -43,6 +47,8 @@ pub struct Offer {
     pub features: Vec<String>,
     /// Disks of the source's node that come along.
     pub disks: Vec<moved::Coming>,
+    /// SSH keys that the guest may have because of its spec.
+    pub access_keys: Vec<AccessKeysRecord>,
 }
 
 /// Configuration of a NIC in a network of the node, from the source.
@@ -87,6 +93,7 @@ impl Offer {
         let hardware = request.hardware.unwrap_or_default();
         check_slots(&spec, &hardware)?;
         let disks = moved::check(&spec.disks, &request.disks)?;
+        let access_keys = access_keys::check(request.access_keys)?;
         Ok(Self {
             uid,
             migration: request.migration,
@@ -95,6 +102,7 @@ impl Offer {
             hardware,
             features: request.cpu_features,
             disks,
+            access_keys,
         })
     }
 

@@ -49,7 +49,7 @@ use crate::{
         pods,
         vms::command::{Begin, Begun, Command, HandoverRequest, Purpose},
     },
-    vm::{as_it_runs, migratable, refused},
+    vm::{access_keys, as_it_runs, migratable, refused},
 };
 
 /// Bytes of a message to the target.
@@ -269,6 +269,7 @@ fn offer(
         }),
         cpu_features,
         disks,
+        access_keys: access_keys::to_wire(&record.access_keys),
     })
 }
 

@@ -81,6 +81,7 @@ async fn take_offer(
     let incoming = Incoming {
         uid,
         hardware: hardware(&offer),
+        access_keys: offer.access_keys.clone(),
         handover: HandoverRecord {
             disks: disks.clone(),
             peer: from,

@@ -8,6 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 use vmmd_host::dirs::private_dir;
 
@@ -95,6 +96,13 @@ impl RuntimeDir {
     /// Socket for the client of the guest's agent.
     pub fn agent(&self) -> PathBuf {
         self.0.join("agent.sock")
+    }
+
+    /// Socket for the client of the channel of that name. Names are too long for the path of a socket.
+    pub fn channel(&self, name: &str) -> PathBuf {
+        let digest = Sha256::digest(name);
+        let short = digest.iter().take(8).map(|byte| format!("{byte:02x}"));
+        self.0.join(format!("channel-{}.sock", short.collect::<String>()))
     }
 
     /// Socket for VNC clients, or with `view_only` the one for viewers without input.

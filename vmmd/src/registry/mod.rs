@@ -4,6 +4,7 @@
 
 pub mod aborts;
 pub mod agents;
+pub mod channels;
 pub mod clients;
 pub mod consoles;
 pub mod disks;

@@ -14,6 +14,7 @@
 //! | [`probe`] | periodic checks of a guest |
 //! | [`recovery`] | a VM after the daemon's restart, after a panic of its actor, and an unusable VM |
 
+pub mod access_keys;
 mod actor;
 mod address;
 mod api;

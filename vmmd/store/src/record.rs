@@ -60,6 +60,20 @@ pub struct VmRecord {
     pub made_run: u64,
     /// Revision in that run which is not later than its creation.
     pub made_revision: u64,
+    /// SSH keys that users of the guest may have because of the VM's spec. Noted before the guest's agent
+    /// adds them, and removed after the agent has removed them.
+    pub access_keys: Vec<AccessKeysRecord>,
+}
+
+/// SSH keys of a user of a guest.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct AccessKeysRecord {
+    /// Name of the user.
+    #[prost(string, tag = "1")]
+    pub user: String,
+    /// Lines of its authorized_keys.
+    #[prost(string, repeated, tag = "2")]
+    pub keys: Vec<String>,
 }
 
 /// Images of a VM that are replaced by copies of a snapshot's disks, which are beside them.
@@ -272,6 +286,8 @@ pub struct InstanceRecord {
     pub cgroup: String,
     /// The startup probe has succeeded in this run.
     pub started: bool,
+    /// The guest has notified in this run that it is ready, and not that it stops.
+    pub notified: bool,
 }
 
 impl VmRecord {

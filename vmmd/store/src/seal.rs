@@ -2,7 +2,7 @@
 //! a copy of the store alone does not reveal them.
 //!
 //! The sealed values are the contents that the API shows as digests (user data, vendor data,
-//! network configuration, password hash, credentials), and the passwords for registries of images. A record with
+//! network configuration, password hashes, credentials), and the passwords for registries of images. A record with
 //! unopenable secrets counts as unreadable, because a guest without them would be set up
 //! differently.
 
@@ -23,7 +23,7 @@ use ring::{
 
 use super::{
     Error,
-    stored::{CloudInit, Credential, Snapshot, Vm, VmSpec},
+    stored::{AccessCredential, CloudInit, Credential, Snapshot, Vm, VmSpec},
 };
 
 /// Length of the key in bytes.
@@ -220,7 +220,9 @@ pub(super) trait Holder {
 fn of_spec(spec: &mut VmSpec) -> impl Iterator<Item = &mut dyn Holder> {
     let init = spec.cloud_init.iter_mut().map(|init| init as &mut dyn Holder);
     let credentials = spec.credentials.iter_mut();
+    let users = spec.access_credentials.iter_mut();
     init.chain(credentials.map(|credential| credential as &mut dyn Holder))
+        .chain(users.map(|user| user as &mut dyn Holder))
 }
 
 impl Secretive for Vm {
@@ -316,6 +318,21 @@ impl Holder for Credential {
     }
 }
 
+impl Holder for AccessCredential {
+    fn take(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.password_hash).into_bytes()
+    }
+
+    fn give(&mut self, secrets: &[u8]) -> Result<(), DecodeError> {
+        self.password_hash = String::from_utf8_lossy(secrets).into_owned();
+        Ok(())
+    }
+
+    fn sealed(&mut self) -> &mut Vec<u8> {
+        &mut self.sealed
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
@@ -340,6 +357,11 @@ mod tests {
             credentials: vec![v1::Credential {
                 name: "a".into(),
                 value: "nobody-knows-this-value".into(),
+                ..Default::default()
+            }],
+            access_credentials: vec![v1::AccessCredential {
+                name: "root".into(),
+                password_hash: "$6$salt$nobody-knows-this-hash".into(),
                 ..Default::default()
             }],
             ..Default::default()

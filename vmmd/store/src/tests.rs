@@ -169,6 +169,7 @@ async fn a_record_keeps_every_field() {
             shared_memory: true,
             may_be_frozen: true,
             started: true,
+            notified: true,
             cgroup: "/sys/fs/cgroup/kubepods/pod1/c/vmm".into(),
             user: 7,
             started_ms: 8,
@@ -188,6 +189,10 @@ async fn a_record_keeps_every_field() {
         begun: vec![mark("r")],
         made_run: 3,
         made_revision: 4,
+        access_keys: vec![AccessKeysRecord {
+            user: "root".into(),
+            keys: vec!["ssh-ed25519 A".into()],
+        }],
         ..record(9, "full")
     };
     {

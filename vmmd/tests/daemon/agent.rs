@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    path::Path,
     process::{Child, Command, Stdio},
 };
 
@@ -44,13 +45,32 @@ pub struct QemuAgent(Child);
 impl QemuAgent {
     /// Answers for the VM "web", which this runs.
     pub async fn start(daemon: &Daemon) -> Self {
-        let with_agent = |spec: &mut v1::VmSpec| spec.guest_agent = Some(v1::GuestAgentSpec {});
+        Self::start_as(daemon, Command::new("qemu-ga"), |_| ()).await
+    }
+
+    /// The same with a changed spec. The guest has the user `guest` with this home directory.
+    pub async fn start_with_user(daemon: &Daemon, home: &Path, change: impl FnOnce(&mut v1::VmSpec)) -> Self {
+        let users = daemon.path("passwd");
+        fs::write(&users, format!("guest:x:0:0::{}:/bin/sh\n", home.display())).unwrap();
+        let mut command = Command::new("unshare");
+        command
+            .args(["--map-root-user", "--mount", "sh", "-c"])
+            .arg("mount --bind \"$0\" /etc/passwd && exec qemu-ga \"$@\"")
+            .arg(&users);
+        Self::start_as(daemon, command, change).await
+    }
+
+    async fn start_as(daemon: &Daemon, mut command: Command, change: impl FnOnce(&mut v1::VmSpec)) -> Self {
+        let with_agent = |spec: &mut v1::VmSpec| {
+            spec.guest_agent = Some(v1::GuestAgentSpec {});
+            change(spec);
+        };
         let vm = daemon.run_with("web", "", with_agent).await;
         let listener = socket_of(daemon, &vm);
         let folder = daemon.path("qemu-ga");
         fs::create_dir(&folder).unwrap();
         let port = folder.join("port");
-        let agent = Command::new("qemu-ga")
+        let agent = command
             .args(["--method", "unix-listen", "--path"])
             .arg(&port)
             .arg("--statedir")
@@ -76,6 +96,18 @@ impl QemuAgent {
             }
         });
         Self(agent)
+    }
+}
+
+impl QemuAgent {
+    /// Number of its open files that have no name any more.
+    pub fn deleted_files(&self) -> usize {
+        let folder = format!("/proc/{}/fd", self.0.id());
+        let files = fs::read_dir(folder).unwrap().flatten();
+        let links = files.filter_map(|file| fs::read_link(file.path()).ok());
+        links
+            .filter(|link| link.to_string_lossy().ends_with(" (deleted)"))
+            .count()
     }
 }
 

@@ -349,6 +349,17 @@ async fn a_command_ends_at_its_time_limit_and_with_its_client() {
     has_ended(&pid).await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn daemon_that_stops_leaves_no_open_file_in_the_agent() {
+    let mut daemon = Daemon::start().await;
+    let agent = QemuAgent::start(&daemon).await;
+    let mut answer = begin(&daemon, command(&["sh", "-c", "echo $$; exec sleep 10"])).await;
+    let _pid = line(&mut answer).await;
+    assert_ne!(agent.deleted_files(), 0);
+    daemon.terminate();
+    assert_eq!(agent.deleted_files(), 0);
+}
+
 #[tokio::test]
 async fn a_shell_with_half_of_its_input_starts_no_command() {
     let daemon = Daemon::start().await;

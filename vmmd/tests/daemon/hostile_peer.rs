@@ -130,6 +130,7 @@ impl Stage {
 
     fn offer(&self, vm: usize, migration: u64, twist: Twist) -> v1::OfferVmRequest {
         let mut offer = v1::OfferVmRequest {
+            access_keys: Vec::new(),
             protocol: 1,
             vm: Some(self.daemon.manifest(NAMES[vm], "")),
             uid: self.uids[vm].clone(),

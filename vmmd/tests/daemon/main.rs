@@ -1,11 +1,13 @@
 //! The daemon from outside, driven over its socket with mock `vmm` processes. Needs root, but no KVM.
 #![allow(clippy::unwrap_used, reason = "a test may fail loudly")]
 
+mod access;
 mod agent;
 mod attach;
 mod bad_input;
 mod balloon;
 mod blocking;
+mod channel;
 mod chaos;
 mod cloud_init;
 mod console;

@@ -195,3 +195,64 @@ async fn other_probes_wait_for_the_startup_probe() {
     daemon.wait("web", is_ready).await;
     assert_ne!(started.forget_runs(), 0);
 }
+
+/// The VM "web" with a socket device and these probes.
+async fn notifying(daemon: &Daemon, json: Value) -> v1::Vm {
+    daemon
+        .run_with("web", "", |spec| {
+            spec.vsock = Some(v1::VsockSpec::default());
+            spec.probes = probes(json);
+        })
+        .await
+}
+
+#[tokio::test]
+async fn notifications_of_systemd_decide_whether_a_guest_is_ready() {
+    let mut daemon = Daemon::start().await;
+    let vm = notifying(
+        &daemon,
+        json!({"readiness": {"notify": {}, "periodSeconds": 300}}),
+    )
+    .await;
+    assert_eq!(ready(status(&vm)), (ConditionStatus::False, "Probing"));
+    policies::end(&daemon, &vm, "notify STATUS=booting");
+    policies::end(
+        &daemon,
+        &vm,
+        "notify READY=1 X_SYSTEMD_UNIT_ACTIVE=multi-user.target",
+    );
+    let is_ready = |status: &VmStatus| ready(status).0 == ConditionStatus::True;
+    daemon.wait("web", is_ready).await;
+    // The next daemon knows it without a notification.
+    daemon.kill_and_restart().await;
+    daemon.wait("web", is_ready).await;
+    policies::end(&daemon, &vm, "notify STOPPING=1");
+    let stops = daemon.wait("web", |status| !is_ready(status)).await;
+    assert!(condition(&stops, "Ready").message.contains("the guest stops"));
+    policies::end(&daemon, &vm, "reset");
+    daemon
+        .wait("web", |status| {
+            ready(status) == (ConditionStatus::False, "Probing")
+        })
+        .await;
+    policies::end(&daemon, &vm, "notify READY=1");
+    daemon.wait("web", is_ready).await;
+}
+
+#[tokio::test]
+async fn guest_that_never_notifies_fails_its_startup_probe() {
+    let daemon = Daemon::start().await;
+    let startup = json!({"startup": {"notify": {}, "periodSeconds": 1, "failureThreshold": 1}});
+    let vm = notifying(&daemon, startup).await;
+    policies::end(&daemon, &vm, "notify STATUS=emergency");
+    let ended = |status: &VmStatus| {
+        let exit = status.last_exit.as_ref();
+        exit.is_some_and(|exit| exit.reason() == ExitReason::ProbeFailed)
+    };
+    daemon.wait("web", ended).await;
+    let told = daemon.told_exactly("Unhealthy", 1).await;
+    assert!(
+        format!("{told:?}").contains("no READY=1 of the guest: emergency"),
+        "{told:?}"
+    );
+}

@@ -76,6 +76,10 @@ struct Inner {
     listeners: Vec<SyncSender<Event>>,
     line: Vec<u8>,
     has_vsock: bool,
+    /// Clients that wait for a notification of the guest.
+    notified: Vec<UnixStream>,
+    /// Notifications without such a client.
+    notices: Vec<String>,
     /// "vcpus=2 memory=134217728 nics=eth0@2": configuration of the machine.
     machine: String,
 }
@@ -290,8 +294,10 @@ impl Guest {
                 let controls = self.controls.lock().unwrap().clone().unwrap_or_default();
                 lies::tell(self, word, &controls);
             }
-            ["open"] => self.set_agent(true),
-            ["close"] => self.set_agent(false),
+            ["open"] => self.set_channels(&[AGENT_CHANNEL]),
+            ["open", names @ ..] => self.set_channels(names),
+            ["close"] => self.set_channels(&[]),
+            ["notify", lines @ ..] => self.lock().notify(lines.join("\n")),
             ["machine"] => {
                 let mut inner = self.lock();
                 let text = format!("{}\r\n", inner.machine);
@@ -336,15 +342,20 @@ impl Guest {
         }
     }
 
-    /// A program of the guest opens the channel of the agent, or closes it.
-    pub fn set_agent(&self, open: bool) {
+    /// Programs of the guest have these channels open.
+    fn set_channels(&self, names: &[&str]) {
         let mut inner = self.lock();
-        inner.open_channels = match open {
-            true => vec![AGENT_CHANNEL.into()],
-            false => Vec::new(),
-        };
+        inner.open_channels = names.iter().map(ToString::to_string).collect();
         let open = inner.open_channels.clone();
         inner.tell(Kind::ChannelsChanged(ChannelsChanged { open }));
+    }
+
+    /// A client waits for a notification of the guest.
+    pub fn wait_for_notice(&self, client: UnixStream) {
+        let mut inner = self.lock();
+        inner.notified.push(client);
+        let notices = std::mem::take(&mut inner.notices);
+        notices.into_iter().for_each(|notice| inner.notify(notice));
     }
 
     /// Handles the shutdown of a vCPU by the spec.
@@ -399,6 +410,17 @@ impl Guest {
 }
 
 impl Inner {
+    /// systemd of the guest notifies. Clients of an earlier daemon do not wait any more.
+    fn notify(&mut self, notice: String) {
+        let message = [&[0], notice.as_bytes()].concat();
+        while let Some(mut client) = self.notified.pop() {
+            if client.write_all(&message).is_ok() {
+                return;
+            }
+        }
+        self.notices.push(notice);
+    }
+
     fn status(&self) -> Status {
         Status {
             state: self.state.into(),

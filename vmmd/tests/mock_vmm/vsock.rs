@@ -8,6 +8,7 @@ use std::{
 };
 
 use vmm_protocol::vmm::{ErrorKind, OpenVsock, response::Result as Outcome};
+use vmmd_spec::probe::NOTIFY_PORT;
 
 use crate::{control::refuse, guest::Guest};
 
@@ -16,6 +17,10 @@ pub fn open(guest: &Guest, request: OpenVsock, fds: Vec<OwnedFd>) -> Option<Outc
         return refuse(ErrorKind::NotFound, "the machine has no socket device");
     }
     let mut socket = UnixStream::from(fds.into_iter().next().unwrap());
+    if request.accept && request.port == NOTIFY_PORT {
+        guest.wait_for_notice(socket);
+        return Some(Outcome::Status(guest.status()));
+    }
     let direction = if request.accept { "accept" } else { "connect" };
     thread::spawn(move || {
         socket.set_nonblocking(false).unwrap();

@@ -359,6 +359,13 @@ impl State {
         lock(&self.vms).insert(name.into(), vm);
     }
 
+    /// The VM has a socket device.
+    pub fn with_vsock(&self, name: &str) {
+        let mut vms = lock(&self.vms);
+        let spec = vms.get_mut(name).unwrap().spec.as_mut().unwrap();
+        spec.vsock = Some(v1::VsockSpec::default());
+    }
+
     /// A migration of the VM waits for a decision.
     pub fn migrates(&self, name: &str, migration: v1::MigrationStatus) {
         let mut vms = lock(&self.vms);

@@ -411,9 +411,29 @@ impl VmService for State {
         }))
     }
 
+    type ConnectChannelStream = Events<v1::ConnectChannelResponse>;
+
+    /// The channel "echo" echoes its input; there is no other one.
+    async fn connect_channel(
+        &self,
+        request: Request<Streaming<v1::ConnectChannelRequest>>,
+    ) -> Answer<Self::ConnectChannelStream> {
+        use v1::connect_channel_request::Message;
+        let mut input = request.into_inner();
+        match input.message().await?.and_then(|first| first.message) {
+            Some(Message::Open(open)) if open.channel == "echo" => {}
+            _ => return Err(Status::failed_precondition("no such channel")),
+        }
+        let echo = input.map(|request| match request?.message {
+            Some(Message::Data(data)) => Ok(v1::ConnectChannelResponse { data }),
+            _ => Err(Status::invalid_argument("opened twice")),
+        });
+        Ok(Response::new(Box::pin(echo)))
+    }
+
     type ConnectVsockStream = Events<v1::ConnectVsockResponse>;
 
-    /// Port 7 echoes its input, for both directions; no other port is used.
+    /// Port 7 echoes its input, for both directions, and port 22 greets. No other port is used.
     async fn connect_vsock(
         &self,
         request: Request<Streaming<v1::ConnectVsockRequest>>,
@@ -426,6 +446,11 @@ impl VmService for State {
                     "vsock {}",
                     if open.accept { "accept" } else { "connect" }
                 ));
+            }
+            Some(Message::Open(open)) if open.port == 22 => {
+                let data = b"SSH-2.0-guest\r\n".to_vec();
+                let greeting = tokio_stream::once(Ok(v1::ConnectVsockResponse { data }));
+                return Ok(Response::new(Box::pin(greeting)));
             }
             _ => return Err(Status::failed_precondition("nothing listens there")),
         }

@@ -14,6 +14,8 @@
 //! The guest always sees its ports open at the host. Otherwise qemu-guest-agent wakes up ten times a
 //! second while it has no client. Output without a client is dropped.
 
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod fuzz;
 mod open;
 mod port;
 mod protocol;

@@ -576,6 +576,15 @@ impl VmService for State {
         unused()
     }
 
+    type ConnectChannelStream = Events<v1::ConnectChannelResponse>;
+
+    async fn connect_channel(
+        &self,
+        _: Request<Streaming<v1::ConnectChannelRequest>>,
+    ) -> Answer<Self::ConnectChannelStream> {
+        unused()
+    }
+
     type ConnectVsockStream = Events<v1::ConnectVsockResponse>;
 
     async fn connect_vsock(

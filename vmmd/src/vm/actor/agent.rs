@@ -35,6 +35,13 @@ pub(super) struct Looks {
 impl Actor {
     /// The `vmm` says which channels programs of the guest have open.
     pub(super) fn on_channels(&mut self, open: &[String]) {
+        let Some(instance) = &mut self.instance else {
+            return;
+        };
+        if instance.open_channels != open {
+            instance.open_channels = open.to_vec();
+            self.publish_counts();
+        }
         let open = open.iter().any(|name| name == AGENT_CHANNEL);
         let Some(instance) = &mut self.instance else {
             return;
@@ -42,10 +49,13 @@ impl Actor {
         if std::mem::replace(&mut instance.agent.open, open) == open {
             return;
         }
-        instance.agent.guest = None;
+        (instance.agent.guest, instance.agent.access) = (None, None);
         match open {
-            true => self.look_at_guest(),
-            false => self.looks.due = None,
+            true => {
+                self.look_at_guest();
+                self.set_access_when_possible();
+            }
+            false => (self.looks.due, self.access.due) = (None, None),
         }
         self.publish_counts();
     }

@@ -16,6 +16,7 @@
 //! Invariants: `record.instance` is in the store before a process is forked, and is removed after
 //! the process has ended. A new process is created only when none exists.
 
+mod access;
 mod agent;
 mod attachments;
 mod automatic;
@@ -119,6 +120,7 @@ pub struct Actor {
     asks_again: bool,
     disks: Attachments,
     looks: agent::Looks,
+    access: access::Access,
     /// Hears how far a migration is.
     migration: Option<Reporter>,
     /// Ends the migration that was begun last.
@@ -153,6 +155,8 @@ enum Next {
     Counts,
     /// The agent is to be asked about the guest.
     Look,
+    /// Passwords and keys are to be set in the guest.
+    Access,
     /// The wall clock was set.
     ClockStep,
     /// The record is to be written again.
@@ -211,6 +215,7 @@ impl Actor {
             asks_again: false,
             disks,
             looks: agent::Looks::default(),
+            access: access::Access::default(),
             migration: None,
             give_up: None,
             resuming: false,
@@ -251,6 +256,7 @@ impl Actor {
                 timer,
                 counts_due,
                 looks,
+                access,
                 rewrite_due,
                 ..
             } = &mut *self;
@@ -265,6 +271,7 @@ impl Actor {
                 () = work::until(*timer) => Next::Due,
                 () = work::until(*counts_due) => Next::Counts,
                 () = work::until(looks.due) => Next::Look,
+                () = work::until(access.due) => Next::Access,
                 () = work::until(*rewrite_due) => Next::Rewrite,
                 Ok(()) = clock_steps.changed() => Next::ClockStep,
             };
@@ -292,7 +299,8 @@ impl Actor {
     async fn resume(&mut self, occasion: Option<(Occasion, u64)>) -> ControlFlow<()> {
         self.look_after();
         self.look_at_guest();
-        self.probe_guest(true);
+        self.set_access_when_possible();
+        self.probe_guest(probes::Occasion::Adopted);
         self.thaw_left();
         self.release_left();
         self.take_handed_over();
@@ -318,6 +326,7 @@ impl Actor {
             // Times that are shown may be others now.
             Next::Counts | Next::ClockStep => self.publish(),
             Next::Look => self.ask_about_guest(),
+            Next::Access => self.attempt_access().await,
             Next::Rewrite => self.rewrite().await,
         }
         ControlFlow::Continue(())
@@ -648,7 +657,8 @@ impl Actor {
         self.tell_phase(before);
         if before != phase {
             self.look_at_guest();
-            self.probe_guest(false);
+            self.set_access_when_possible();
+            self.probe_guest(probes::Occasion::Runs);
         }
         self.publish();
     }

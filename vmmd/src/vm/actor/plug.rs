@@ -49,6 +49,8 @@ pub enum Outcome {
     Applied(String, Live, serde_json::Value, Result<(), Failure>),
     /// The guest, by its agent.
     Guest(Result<Box<GuestInfo>, Failure>),
+    /// Passwords and keys of the guest's users, set by its agent: the number of the reason.
+    Access(u64, Result<(), Failure>),
     /// Status of the `vmm`.
     State(Result<Status, control::Error>),
     /// Files behind the disks that the machine had when the daemon started.

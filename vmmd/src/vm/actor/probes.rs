@@ -8,20 +8,31 @@ use vmmd_objects::{
     context::{Context, Initiator},
     operation::Type,
 };
+use vmmd_spec::probe::Check;
 
 use super::{Actor, work::Work};
 use crate::{
     registry::vms::command::{Probe as Kind, Report},
-    vm::probe::Prober,
+    vm::probe::{Guest, Prober},
 };
 
 /// Time that a guest with a failed probe has to power off, as a container of Kubernetes.
 const GRACE: Duration = Duration::from_secs(30);
 
+/// Why probes begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Occasion {
+    /// The guest starts, or runs again.
+    Runs,
+    /// The spec was changed.
+    Changed,
+    /// An earlier daemon may have probed the guest.
+    Adopted,
+}
+
 impl Actor {
-    /// Begins to probe a guest that runs, and again after a change of the probes. `adopted`: an
-    /// earlier daemon may have probed it.
-    pub(super) fn probe_guest(&mut self, adopted: bool) {
+    /// Begins to probe a guest that runs, and again after a change of the probes.
+    pub(super) fn probe_guest(&mut self, occasion: Occasion) {
         let Some(instance) = &mut self.instance else {
             return;
         };
@@ -40,7 +51,14 @@ impl Actor {
             return;
         };
         let run = self.record.instance.as_ref();
-        let is_started = run.is_some_and(|run| run.started) || adopted && self.spec.probes.startup.is_none();
+        let is_adopted = occasion == Occasion::Adopted;
+        let is_started =
+            run.is_some_and(|run| run.started) || is_adopted && self.spec.probes.startup.is_none();
+        let guest = Guest {
+            started: is_started,
+            notified: run.is_some_and(|run| run.notified),
+            may_have_notified: occasion != Occasion::Runs,
+        };
         health.number = health.number.wrapping_add(1);
         let waits = self.spec.probes.readiness.is_some() || self.spec.probes.startup.is_some() && !is_started;
         health.ready = (!waits).then_some(Ok(()));
@@ -49,7 +67,7 @@ impl Actor {
             &entry,
             health.number,
             &self.spec.probes,
-            is_started,
+            guest,
         ));
         self.publish();
     }
@@ -61,16 +79,20 @@ impl Actor {
             return;
         }
         if let Some(run) = self.record.instance.as_mut() {
-            run.started = false;
+            (run.started, run.notified) = (false, false);
         }
-        self.probe_guest(false);
+        self.probe_guest(Occasion::Runs);
     }
 
     /// A probe has changed its state.
     pub(super) async fn on_probed(&mut self, report: Report) {
         let Report { prober, kind, state } = report;
-        let health = self.instance.as_mut().map(|instance| &mut instance.health);
-        let Some(health) = health.filter(|health| health.prober.is_some() && health.number == prober) else {
+        let health = self.instance.as_ref().map(|instance| &instance.health);
+        if health.is_none_or(|health| health.prober.is_none() || health.number != prober) {
+            return;
+        }
+        self.note_notified(kind, state.is_ok()).await;
+        let Some(health) = self.instance.as_mut().map(|instance| &mut instance.health) else {
             return;
         };
         let name = kind.name();
@@ -100,6 +122,23 @@ impl Actor {
             }
         }
         self.publish();
+    }
+
+    /// Notes durably whether the guest has notified that it is ready, for a probe of notifications.
+    async fn note_notified(&mut self, kind: Kind, is_ready: bool) {
+        let probes = &self.spec.probes;
+        let probe = match kind {
+            Kind::Startup => &probes.startup,
+            Kind::Readiness => &probes.readiness,
+            Kind::Liveness => &None,
+        };
+        let is_by_notice = probe.as_ref().is_some_and(|probe| probe.check == Check::Notify);
+        if is_by_notice
+            && let Some(run) = self.record.instance.as_mut()
+            && std::mem::replace(&mut run.notified, is_ready) != is_ready
+        {
+            self.persist().await;
+        }
     }
 
     /// Ends the run of a guest with a failed probe, and the run policy decides. While something else

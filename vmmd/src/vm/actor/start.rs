@@ -32,6 +32,7 @@ use crate::{
     files::{self, Known},
     registry::vms::command::Restore,
     vm::{
+        access_keys,
         api::describe::camel_case,
         machine::{self, change},
         start::{Plan, STEPS, Started, start},
@@ -127,6 +128,12 @@ impl Actor {
                 (Some(spec.clone()), Some(hardware.clone())),
             ),
         };
+        if let Some((spec, _)) = restore.and_then(|restore| restore.machine.as_ref()) {
+            let noted = std::mem::take(&mut self.record.access_keys);
+            self.record.access_keys = access_keys::joined(noted, access_keys::of_spec(spec));
+        }
+        // The guest of a snapshot with memory, or of another node, has started before.
+        let has_started = restore.is_some_and(|restore| restore.file.is_some());
         self.record.instance = Some(InstanceRecord {
             user,
             started_ms: text::now_ms(),
@@ -137,8 +144,8 @@ impl Actor {
             request_id: operation.context().request_id.clone(),
             operation: operation.id().to_owned(),
             shared_memory: spec.shares_memory(),
-            // The guest of a snapshot has started before.
-            started: restore.is_some_and(|restore| restore.machine.is_some()),
+            started: has_started,
+            notified: has_started,
             taps: machine::taps(self.uid, &wanted.1.clone().unwrap_or_default()),
             spec: wanted.0,
             hardware: wanted.1,

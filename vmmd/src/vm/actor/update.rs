@@ -32,6 +32,7 @@ use super::{
     Actor, answer,
     attachments::{Attachments, PlugKind},
     plugged::What,
+    probes::Occasion,
     respond, superseded,
 };
 use crate::{
@@ -111,6 +112,7 @@ impl Desired {
 impl Actor {
     pub(super) async fn on_update(&mut self, update: Update, reply: LifeReply) {
         let (policy, on_panic) = (self.spec.run_policy, self.spec.on_panic);
+        let access = self.spec.access.clone();
         let generation = self.record.generation;
         let (applied, desired) = match self.admit_update(&update) {
             Ok(admitted) => admitted,
@@ -148,7 +150,10 @@ impl Actor {
         if is_new || on_panic != self.spec.on_panic {
             self.reconsider(is_new).await;
         }
-        self.probe_guest(false);
+        self.probe_guest(Occasion::Changed);
+        if access != self.spec.access {
+            self.set_access();
+        }
         if on_panic != self.spec.on_panic {
             if let Some(instance) = &mut self.instance {
                 instance.paused_for_panic = false;
@@ -331,7 +336,12 @@ impl Actor {
         }
         for change in pending {
             if let Verdict::Live(
-                live @ (Live::RunPolicy | Live::StateDir | Live::OnPanic | Live::Probes | Live::DropGroup(_)),
+                live @ (Live::RunPolicy
+                | Live::StateDir
+                | Live::OnPanic
+                | Live::Probes
+                | Live::AccessCredentials
+                | Live::DropGroup(_)),
             ) = &change.verdict
             {
                 change::take_over(&mut record, live);

@@ -23,7 +23,7 @@ use vmmd_spec::{
     vm::{Manifest, Nic, VmSpec},
 };
 use vmmd_store::store_failure;
-use vmmd_store::{HandoverRecord, Hardware, Intent, VmRecord};
+use vmmd_store::{AccessKeysRecord, HandoverRecord, Hardware, Intent, VmRecord};
 
 use super::describe::View;
 use crate::{
@@ -36,6 +36,7 @@ use crate::{
     },
     share,
     vm::{
+        access_keys,
         actor::{Actor, Attachments},
         machine::{self, secret},
     },
@@ -73,6 +74,8 @@ pub struct Incoming {
     pub hardware: Hardware,
     /// Whose it is.
     pub handover: HandoverRecord,
+    /// SSH keys that the guest may have because of its spec.
+    pub access_keys: Vec<AccessKeysRecord>,
 }
 
 /// Creates a VM that another node sends. A client cannot start it.
@@ -165,12 +168,15 @@ async fn make(
     let name = manifest.metadata.name.to_string();
     let mut uid = Uuid::new_v4();
     let mut handover = None;
+    // The disks of a clone may have the keys of its origin.
+    let mut access_keys = wire.as_ref().map(access_keys::of_spec).unwrap_or_default();
     let (follows_policy, given) = match starts {
         Starts::ByPolicy => (true, None),
         Starts::ByCaller(hardware) => (false, hardware),
         Starts::Elsewhere(incoming) => {
             uid = incoming.uid;
             handover = Some(incoming.handover);
+            access_keys = access_keys::joined(access_keys, incoming.access_keys);
             (false, Some(incoming.hardware))
         }
     };
@@ -191,6 +197,7 @@ async fn make(
         handover,
         made_run,
         made_revision,
+        access_keys,
         ..VmRecord::default()
     };
     let by_policy = decide(manifest.spec.run_policy, Occasion::Created, Intent::Stopped) == Decision::Start;

@@ -39,6 +39,11 @@ use crate::{
 pub const UNRESPONSIVE: &str = "Unresponsive";
 /// Message of that.
 pub const NO_ANSWER: &str = "the vmm process lives but does not answer: a stop by force ends it";
+/// Message of a machine that was started before the spec had a channel.
+const NO_CHANNEL: &str = "the running machine has no channel to an agent: restart the VM";
+/// Message of an agent that has not opened its channel.
+const NO_AGENT: &str =
+    "no program of the guest has opened the agent's channel: does qemu-guest-agent run in it?";
 /// Why a VM is not ready whose guest's kernel has panicked.
 pub const GUEST_PANICKED: &str = "GuestPanicked";
 
@@ -67,6 +72,8 @@ pub struct View {
     migratable: (ConditionStatus, u64),
     /// The same of `AgentReady`.
     agent_ready: (ConditionStatus, u64),
+    /// The same of `AccessCredentialsSynchronized`.
+    access: (ConditionStatus, u64),
     /// The spec without its secrets, by generation: each change of the spec is another generation.
     shown: Option<(u64, Option<v1::VmSpec>)>,
 }
@@ -88,6 +95,7 @@ impl View {
             restart_required: (ConditionStatus::Unspecified, now),
             migratable: (ConditionStatus::Unspecified, now),
             agent_ready: (ConditionStatus::Unspecified, now),
+            access: (ConditionStatus::Unspecified, now),
             shown: None,
         }
     }
@@ -159,6 +167,7 @@ impl View {
                 Some(self.restart_required(&left)),
                 Some(self.migratable(host, record, spec)),
                 self.agent_ready(spec, run, instance),
+                self.access(record, spec, instance),
             ]
             .into_iter()
             .flatten()
@@ -177,6 +186,7 @@ impl View {
                 .collect(),
             guest: guest(instance),
             firmware: firmware(record, spec).into(),
+            channels: channels(spec, instance),
         };
         v1::Vm {
             metadata: Some(metadata),
@@ -201,16 +211,13 @@ impl View {
                 (ConditionStatus::False, "DeviceError", message)
             }
         };
-        if self.block_devices.0 != status {
-            self.block_devices = (status, text::now_ms());
-        }
-        v1::Condition {
-            r#type: "BlockDevicesReady".to_owned(),
-            status: status.into(),
-            reason: reason.to_owned(),
+        condition(
+            &mut self.block_devices,
+            "BlockDevicesReady",
+            status,
+            reason,
             message,
-            transition_time: text::timestamp(self.block_devices.1),
-        }
+        )
     }
 
     /// Condition `RestartRequired`: the spec has changes that the running machine lacks.
@@ -222,16 +229,13 @@ impl View {
             let message = format!("the next start changes {}", paths.join(", "));
             (ConditionStatus::True, "PendingChanges", message)
         };
-        if self.restart_required.0 != status {
-            self.restart_required = (status, text::now_ms());
-        }
-        v1::Condition {
-            r#type: "RestartRequired".to_owned(),
-            status: status.into(),
-            reason: reason.to_owned(),
+        condition(
+            &mut self.restart_required,
+            "RestartRequired",
+            status,
+            reason,
             message,
-            transition_time: text::timestamp(self.restart_required.1),
-        }
+        )
     }
 
     /// `Migratable`: whether a migration would be accepted.
@@ -250,16 +254,7 @@ impl View {
                 failure.message,
             ),
         };
-        if self.migratable.0 != status {
-            self.migratable = (status, text::now_ms());
-        }
-        v1::Condition {
-            r#type: "Migratable".to_owned(),
-            status: status.into(),
-            reason,
-            message,
-            transition_time: text::timestamp(self.migratable.1),
-        }
+        condition(&mut self.migratable, "Migratable", status, reason, message)
     }
 
     /// `AgentReady`: the agent in the guest has its channel open, and answers. `None` for a VM
@@ -278,32 +273,49 @@ impl View {
         let agent = instance.map(|instance| &instance.agent);
         let (status, reason, message) = match agent {
             None => (ConditionStatus::False, "NotRunning", ""),
-            Some(_) if !in_machine => (
-                ConditionStatus::False,
-                "NoChannel",
-                "the running machine has no channel to an agent: restart the VM",
-            ),
-            Some(AgentState { open: false, .. }) => (
-                ConditionStatus::False,
-                "AgentNotConnected",
-                "no program of the guest has opened the agent's channel: does qemu-guest-agent run in it?",
-            ),
+            Some(_) if !in_machine => (ConditionStatus::False, "NoChannel", NO_CHANNEL),
+            Some(AgentState { open: false, .. }) => (ConditionStatus::False, "AgentNotConnected", NO_AGENT),
             Some(AgentState {
                 guest: Some(Err(failure)),
                 ..
             }) => (ConditionStatus::False, "AgentSilent", failure.message.as_str()),
             Some(_) => (ConditionStatus::True, "AgentConnected", ""),
         };
-        if self.agent_ready.0 != status {
-            self.agent_ready = (status, text::now_ms());
+        Some(condition(
+            &mut self.agent_ready,
+            "AgentReady",
+            status,
+            reason,
+            message,
+        ))
+    }
+
+    /// `AccessCredentialsSynchronized`: the guest has the passwords and SSH keys of the spec, and no keys
+    /// of an earlier one. `None` for a VM without users in the present and in an earlier spec.
+    fn access(
+        &mut self,
+        record: &VmRecord,
+        spec: &VmSpec,
+        instance: Option<&Instance>,
+    ) -> Option<v1::Condition> {
+        if spec.access.is_empty() && record.access_keys.is_empty() {
+            return None;
         }
-        Some(v1::Condition {
-            r#type: "AgentReady".to_owned(),
-            status: status.into(),
-            reason: reason.to_owned(),
-            message: message.to_owned(),
-            transition_time: text::timestamp(self.agent_ready.1),
-        })
+        let of_run = record.instance.as_ref().and_then(|run| run.spec.as_ref());
+        let in_machine = of_run.is_some_and(|spec| spec.guest_agent.is_some());
+        let (status, reason, message) = match instance.map(|instance| &instance.agent) {
+            None => (ConditionStatus::False, "NotRunning", ""),
+            Some(_) if !in_machine => (ConditionStatus::False, "NoChannel", NO_CHANNEL),
+            Some(AgentState { open: false, .. }) => (ConditionStatus::False, "AgentNotConnected", NO_AGENT),
+            Some(AgentState { access: None, .. }) => (ConditionStatus::False, "Pending", ""),
+            Some(AgentState {
+                access: Some(Err(failure)),
+                ..
+            }) => (ConditionStatus::False, "Failed", failure.message.as_str()),
+            Some(_) => (ConditionStatus::True, "Synchronized", ""),
+        };
+        let kind = "AccessCredentialsSynchronized";
+        Some(condition(&mut self.access, kind, status, reason, message))
     }
 
     /// `Ready`: the guest runs, its kernel has not panicked, and its `vmm` answers.
@@ -331,16 +343,27 @@ impl View {
             ),
             (_, phase, _) => (ConditionStatus::False, phase_word(phase), ""),
         };
-        if self.ready.0 != status {
-            self.ready = (status, text::now_ms());
-        }
-        v1::Condition {
-            r#type: "Ready".to_owned(),
-            status: status.into(),
-            reason: reason.to_owned(),
-            message: message.to_owned(),
-            transition_time: text::timestamp(self.ready.1),
-        }
+        condition(&mut self.ready, "Ready", status, reason, message)
+    }
+}
+
+/// A condition. `last` is its last status, and the time of the change to that.
+fn condition(
+    last: &mut (ConditionStatus, u64),
+    kind: &str,
+    status: ConditionStatus,
+    reason: impl Into<String>,
+    message: impl Into<String>,
+) -> v1::Condition {
+    if last.0 != status {
+        *last = (status, text::now_ms());
+    }
+    v1::Condition {
+        r#type: kind.to_owned(),
+        status: status.into(),
+        reason: reason.into(),
+        message: message.into(),
+        transition_time: text::timestamp(last.1),
     }
 }
 
@@ -362,6 +385,16 @@ fn healthy(instance: Option<&Instance>) -> (ConditionStatus, &'static str, &str)
 fn guest(instance: Option<&Instance>) -> Option<v1::GuestInfo> {
     let guest = instance?.agent.guest.as_ref()?.as_ref();
     Some(guest.ok()?.as_ref().clone())
+}
+
+/// The channels of the spec.
+fn channels(spec: &VmSpec, instance: Option<&Instance>) -> Vec<v1::ChannelStatus> {
+    let open = instance.map_or(&[][..], |instance| &instance.open_channels);
+    let status = |name: &String| v1::ChannelStatus {
+        name: name.clone(),
+        open: open.contains(name),
+    };
+    spec.channels.iter().map(status).collect()
 }
 
 /// The firmware that the VM starts with.

@@ -111,6 +111,8 @@ pub struct Instance {
     pub ended: Option<ExitRecord>,
     /// Keepers of the processes that serve the shares.
     pub shares: Keepers,
+    /// Names of the channels that programs of the guest have open.
+    pub open_channels: Vec<String>,
     /// The agent in the guest.
     pub agent: AgentState,
     /// The guest by its probes.
@@ -137,6 +139,9 @@ pub struct AgentState {
     /// The guest as the agent described it last, or why it did not; `None` before the first answer
     /// since the channel was opened.
     pub guest: Option<Result<Box<GuestInfo>, Failure>>,
+    /// Whether the agent has set the passwords and keys of the spec; `None` before its first answer since
+    /// the channel was opened or the spec was changed.
+    pub access: Option<Result<(), Failure>>,
 }
 
 impl AgentState {
@@ -146,6 +151,7 @@ impl AgentState {
         Self {
             open: open.any(|name| name == AGENT_CHANNEL),
             guest: None,
+            access: None,
         }
     }
 }
@@ -176,6 +182,9 @@ impl Instance {
             crash_resets: status.map_or(0, |status| status.crash_resets),
             ended: None,
             shares: Keepers::default(),
+            open_channels: status
+                .map(|status| status.open_channels.clone())
+                .unwrap_or_default(),
             agent: AgentState::of(status),
             health: Health::default(),
         }

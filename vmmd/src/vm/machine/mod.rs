@@ -16,7 +16,6 @@ use std::{
 use uuid::Uuid;
 use vmm_protocol::{
     convert,
-    machine::AGENT_CHANNEL,
     vmm::{self, MachineSpec},
 };
 use vmmd_host::failure::Failure;
@@ -70,8 +69,8 @@ pub struct Parts {
     pub vnc: Option<(OwnedFd, OwnedFd)>,
     /// Socket for clients of the virtio-console, of a VM with one.
     pub hvc: Option<OwnedFd>,
-    /// Socket for the client of the guest's agent, of a VM with a channel to one.
-    pub agent: Option<OwnedFd>,
+    /// Names of the channels, and a socket for the client of each.
+    pub channels: Vec<(String, OwnedFd)>,
     /// Connections to the processes of the spec's shares, in their order.
     pub shares: Vec<OwnedFd>,
     /// Data channel and control channel of swtpm, of a VM with a TPM.
@@ -121,7 +120,7 @@ pub fn reallocate(
             let name = disk.name.as_str();
             let slot = known.disk_slots.get(name);
             // Earlier daemons gave these slots to disks.
-            let slot = slot.filter(|slot| !spec.guest_agent || **slot != CHANNELS_SLOT);
+            let slot = slot.filter(|slot| !spec.has_channels() || **slot != CHANNELS_SLOT);
             let slot = slot.filter(|slot| spec.vsock.is_none() || **slot != VSOCK_SLOT);
             let free = slot.filter(|slot| !taken(&[&new]).contains(slot) && disk.bus.has(**slot));
             if let (false, Some(slot)) = (new.disk_slots.contains_key(name), free) {
@@ -337,12 +336,16 @@ pub fn assemble(
             pci_slot: VSOCK_SLOT,
             cid: vsock.cid,
         }),
-        channels: parts.agent.map(|fd| vmm::Channels {
+        channels: spec.has_channels().then(|| vmm::Channels {
             pci_slot: CHANNELS_SLOT,
-            channels: vec![vmm::Channel {
-                name: AGENT_CHANNEL.to_owned(),
-                socket_fd: fds.add(fd),
-            }],
+            channels: parts
+                .channels
+                .into_iter()
+                .map(|(name, fd)| vmm::Channel {
+                    name,
+                    socket_fd: fds.add(fd),
+                })
+                .collect(),
         }),
     };
     (machine, fds.0)
@@ -564,7 +567,7 @@ mod tests {
                 serial: (null(), null()),
                 vnc: Some((null(), null())),
                 hvc: Some(null()),
-                agent: Some(null()),
+                channels: vec![("org.qemu.guest_agent.0".to_owned(), null())],
                 shares: spec.shares.iter().map(|_| null()).collect(),
                 tpm: Some((null(), null())),
                 clock_offsets: Vec::new(),

@@ -1,4 +1,4 @@
-//! Secrets of a spec: contents for the guest's cloud-init, and its credentials. Answers show their digests instead. A client that sends a digest back keeps the content.
+//! Secrets of a spec: contents for the guest's cloud-init, its credentials, and passwords of its users. Answers show their digests instead. A client that sends a digest back keeps the content.
 //!
 //! A viewer may know all of a content except a password in it. The digests of answers are made with the node's key, so that a guess cannot be tested
 //! against them.
@@ -16,8 +16,11 @@ use vmmd_store::Key;
 
 /// Before a digest that was made with the node's key.
 const KEYED: &str = "hmac-";
-/// Begin of the paths of credentials.
-const CREDENTIALS: &str = "spec.credentials[";
+/// Begin of the paths of lists with secrets, and the field of each with a digest.
+const LISTS: [(&str, &str); 2] = [
+    ("spec.credentials[", "valueDigest"),
+    ("spec.accessCredentials[", "passwordHashDigest"),
+];
 
 /// A secret of cloud-init.
 struct Secret {
@@ -79,14 +82,13 @@ pub fn shown_value(path: &str, value: Json, key: &Key) -> Json {
         let hash = checksum(digest);
         hash.map_or(Json::Null, |hash| keyed(&hash, key).into())
     };
-    let is_secret = ["spec.cloudInit.", CREDENTIALS]
-        .iter()
-        .any(|start| path.starts_with(start));
-    match value {
-        Json::String(digest) if is_secret && path.ends_with("Digest") => of_digest(&digest),
-        // A credential that was added or removed.
-        Json::Object(mut fields) if path.starts_with(CREDENTIALS) => {
-            if let Some(Json::String(digest)) = fields.get_mut("valueDigest") {
+    let list = LISTS.iter().find(|(start, _)| path.starts_with(start));
+    let is_secret = list.is_some() || path.starts_with("spec.cloudInit.");
+    match (value, list) {
+        (Json::String(digest), _) if is_secret && path.ends_with("Digest") => of_digest(&digest),
+        // An item that was added or removed.
+        (Json::Object(mut fields), Some((_, field))) => {
+            if let Some(Json::String(digest)) = fields.get_mut(*field) {
                 *digest = match of_digest(digest) {
                     Json::String(keyed) => keyed,
                     _ => String::new(),
@@ -94,7 +96,7 @@ pub fn shown_value(path: &str, value: Json, key: &Key) -> Json {
             }
             Json::Object(fields)
         }
-        value => value,
+        (value, _) => value,
     }
 }
 
@@ -110,6 +112,12 @@ fn digests(spec: &mut v1::VmSpec, digest: impl Fn(&[u8]) -> String) {
             },
             ..v1::Credential::default()
         };
+    }
+    for user in &mut spec.access_credentials {
+        let hash = std::mem::take(&mut user.password_hash);
+        if !hash.is_empty() {
+            user.password_hash_digest = digest(hash.as_bytes());
+        }
     }
     let Some(init) = &mut spec.cloud_init else {
         return;
@@ -185,6 +193,16 @@ fn give_back(
             ) {
                 (secret.put)(init, present);
             }
+        }
+    }
+    let users = present.map_or(&[][..], |spec| &spec.access_credentials);
+    for (index, user) in spec.access_credentials.iter_mut().enumerate() {
+        let digest = std::mem::take(&mut user.password_hash_digest);
+        let field = format!("spec.accessCredentials[{index}].passwordHashDigest");
+        let same = users.iter().find(|present| present.name == user.name);
+        let hash = same.map_or("", |same| &same.password_hash);
+        if takes(field, &digest, user.password_hash.as_bytes(), hash.as_bytes()) {
+            hash.clone_into(&mut user.password_hash);
         }
     }
     let present = present.map_or(&[][..], |spec| &spec.credentials);
@@ -317,6 +335,36 @@ mod tests {
             &key(),
         );
         assert_eq!(changed, digest);
+    }
+
+    #[test]
+    fn hashes_of_passwords_are_shown_as_digests_and_come_back() {
+        let user = |name: &str, hash: &str| v1::AccessCredential {
+            name: name.into(),
+            ssh_authorized_keys: vec!["ssh-ed25519 A".into()],
+            password_hash: hash.into(),
+            ..Default::default()
+        };
+        let whole = v1::VmSpec {
+            access_credentials: vec![user("root", "$6$a$SECRET"), user("ann", "")],
+            ..Default::default()
+        };
+        let shown = super::shown(Some(&whole), &key()).unwrap();
+        assert!(!format!("{shown:?}").contains("SECRET"));
+        let mut back = shown.clone();
+        restore(&mut back, Some(&whole), &key()).unwrap();
+        assert_eq!(back, whole);
+        // The digest of one user is not that of another.
+        let mut swapped = shown.clone();
+        swapped.access_credentials[0].name = "ann".into();
+        let refused = restore(&mut swapped, Some(&whole), &key()).unwrap_err();
+        assert_eq!(refused.0[0].field, "spec.accessCredentials[0].passwordHashDigest");
+        let mut redacted = whole;
+        redact(&mut redacted);
+        let value = serde_json::to_value(&redacted.access_credentials[0]).unwrap();
+        let added = shown_value("spec.accessCredentials[root]", value, &key());
+        let digest = &shown.access_credentials[0].password_hash_digest;
+        assert_eq!(added["passwordHashDigest"], digest.as_str());
     }
 
     #[test]

@@ -18,10 +18,11 @@ use vmmd_api::{
     v1::{Vm, VmPhase},
     well_known::Timestamp,
 };
-use vmmd_spec::probe::{Probe, Probes};
+use vmmd_spec::probe::{Check, Probe, Probes};
 
 use self::check::Checker;
 use crate::{
+    guest::Notices,
     host::Host,
     registry::vms::{
         Entry,
@@ -44,10 +45,12 @@ impl Drop for Prober {
 }
 
 impl Prober {
-    /// Begins to probe the guest of `entry`. `started`: the guest has started already, so that the
-    /// startup probe and the initial delays are over.
-    pub fn start(host: &Arc<Host>, entry: &Entry, number: u64, probes: &Probes, started: bool) -> Self {
+    /// Begins to probe the guest of `entry`.
+    pub fn start(host: &Arc<Host>, entry: &Entry, number: u64, probes: &Probes, guest: Guest) -> Self {
         let probes = Arc::new(probes.clone());
+        let notices = probes
+            .notify()
+            .then(|| Notices::receive(host, entry.uid, guest.notified));
         let task = Task {
             checker: Checker::default(),
             host: Arc::clone(host),
@@ -55,13 +58,27 @@ impl Prober {
             state: entry.state.clone(),
             number,
             probes: Arc::clone(&probes),
+            notices,
+            may_have_notified: guest.may_have_notified,
         };
+        let started = guest.started;
         let task = tokio::spawn(async move {
             // The end of the VM, which has no more reports.
             let _gone = task.run(started).await;
         });
         Self { probes, task }
     }
+}
+
+/// A guest at the begin of its probes.
+#[derive(Clone, Copy, Debug)]
+pub struct Guest {
+    /// The guest has started already: the startup probe and the initial delays are over.
+    pub started: bool,
+    /// The guest has notified that it is ready.
+    pub notified: bool,
+    /// A notification of the guest may be lost.
+    pub may_have_notified: bool,
 }
 
 #[derive(Debug)]
@@ -72,6 +89,9 @@ struct Task {
     number: u64,
     probes: Arc<Probes>,
     checker: Checker,
+    /// With a probe that needs them.
+    notices: Option<Notices>,
+    may_have_notified: bool,
 }
 
 impl Task {
@@ -99,6 +119,10 @@ impl Task {
 
     /// Repeats a check: that of a startup probe up to its success, others without end.
     async fn repeat(&self, kind: Kind, probe: &Probe, delay: Duration) -> Option<()> {
+        if let (Check::Notify, Some(notices)) = (&probe.check, &self.notices) {
+            let patience = delay.saturating_add(probe.period.saturating_mul(probe.failure_threshold));
+            return self.follow(kind, notices, patience).await;
+        }
         let mut tally = Tally::new(probe);
         let mut reported = None;
         self.runs().await?;
@@ -123,6 +147,40 @@ impl Task {
                 }
             }
             sleep(probe.period).await;
+        }
+    }
+
+    /// Follows the notifications of a guest, which has failed without one for `patience`. Ends with the
+    /// success of a startup probe.
+    async fn follow(&self, kind: Kind, notices: &Notices, patience: Duration) -> Option<()> {
+        let mut guest = notices.guest.clone();
+        let mut has_failed = false;
+        loop {
+            let since = self.runs().await?;
+            let is_over = kind != Kind::Startup && has_failed;
+            let ready = async { guest.wait_for(|guest| guest.ready).await.is_ok() };
+            let ready = match is_over {
+                true => ready.await,
+                false => timeout(patience, ready).await.unwrap_or(false),
+            };
+            // A guest that stood still in the meantime has more time.
+            if !ready && running(&self.state.borrow()) != Some(since) {
+                continue;
+            }
+            if !ready && !self.may_have_notified {
+                has_failed = true;
+                let status = guest.borrow().status.clone();
+                self.report(kind, Err(format!("no READY=1 of the guest: {status}")))
+                    .await?;
+                continue;
+            }
+            self.report(kind, Ok(())).await?;
+            if kind == Kind::Startup {
+                return Some(());
+            }
+            guest.wait_for(|guest| guest.stopping).await.ok()?;
+            has_failed = true;
+            self.report(kind, Err("the guest stops".to_owned())).await?;
         }
     }
 

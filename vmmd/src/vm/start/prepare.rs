@@ -12,7 +12,7 @@ use std::{
 };
 
 use uuid::Uuid;
-use vmm_protocol::vmm::ClockOffset;
+use vmm_protocol::{machine::AGENT_CHANNEL, vmm::ClockOffset};
 use vmmd_host::{
     capacity::{Demand, placement},
     cgroup::plan::Plan as Limits,
@@ -60,7 +60,7 @@ pub(super) struct Made {
     pub(super) console: UnixListener,
     pub(super) vnc: Option<(OwnedFd, OwnedFd)>,
     pub(super) hvc: Option<OwnedFd>,
-    pub(super) agent: Option<OwnedFd>,
+    pub(super) channels: Vec<(String, OwnedFd)>,
     pub(super) exit: File,
     pub(super) lock: File,
     pub(super) log: File,
@@ -185,12 +185,6 @@ pub(super) fn make(
     let (serial, log) = open_logs(&logs).map_err(|error| failed("open the VM's logs", &error))?;
     host.logs.watch(uid, name, logs);
     let group = limits::create(host, uid, limits)?.map(|group| group.descriptor());
-    // The sockets listen before the fork: a first connection waits in the queue until the vmm
-    // accepts it, so that clients need no retries. The vmm listens again, which makes it the peer
-    // of later connections.
-    let listen = |path: PathBuf, what: &str| {
-        UnixListener::bind(path).map_err(|error| failed(&format!("make the {what} socket"), &error))
-    };
     let vnc = |view_only| listen(runtime.vnc(view_only), "screen's").map(OwnedFd::from);
     Ok(Made {
         serial,
@@ -208,16 +202,34 @@ pub(super) fn make(
             true => Some(listen(runtime.hvc(), "virtio-console's")?.into()),
             false => None,
         },
-        agent: match spec.guest_agent {
-            true => Some(listen(runtime.agent(), "guest agent's")?.into()),
-            false => None,
-        },
+        channels: channels(spec, &runtime)?,
         exit: private_file(&runtime.exit()).map_err(|error| failed("make the exit record", &error))?,
         lock: lock::create(&runtime.lock()).map_err(|error| failed("make the VM's lock", &error))?,
         group: group
             .transpose()
             .map_err(|error| failed("open the VM's cgroup", &error))?,
     })
+}
+
+/// Makes a socket. The sockets listen before the fork: a first connection waits in the queue until the
+/// vmm accepts it, so that clients need no retries. The vmm listens again, which makes it the peer of
+/// later connections.
+fn listen(path: PathBuf, what: &str) -> Result<UnixListener, Failure> {
+    UnixListener::bind(path).map_err(|error| failed(&format!("make the {what} socket"), &error))
+}
+
+/// The channels of a machine: that of the agent first.
+fn channels(spec: &VmSpec, runtime: &RuntimeDir) -> Result<Vec<(String, OwnedFd)>, Failure> {
+    let mut channels = Vec::new();
+    if spec.guest_agent {
+        let socket = listen(runtime.agent(), "guest agent's")?;
+        channels.push((AGENT_CHANNEL.to_owned(), socket.into()));
+    }
+    for name in &spec.channels {
+        let socket = listen(runtime.channel(name), "channel's")?;
+        channels.push((name.clone(), socket.into()));
+    }
+    Ok(channels)
 }
 
 fn private_file(path: &Path) -> io::Result<File> {

@@ -15,7 +15,7 @@ use vmmd_api::well_known;
 
 pub use self::{
     record::{Metadata, Snapshot, Vm},
-    spec::{CloudInit, Credential, VmSpec},
+    spec::{AccessCredential, CloudInit, Credential, VmSpec},
 };
 
 /// From the type whose values are kept to the stored one, and back.

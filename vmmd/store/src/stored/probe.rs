@@ -19,7 +19,7 @@ stored! {
 stored! {
     /// A periodic check.
     Probe of v1::Probe {
-        #[prost(oneof = "Check", tags = "1, 2, 3, 4")]
+        #[prost(oneof = "Check", tags = "1, 2, 3, 4, 5")]
         check: Option<Check>,
         #[prost(uint32, tag = "10")]
         initial_delay_seconds: u32,
@@ -45,6 +45,8 @@ pub enum Check {
     Exec(ExecCheck),
     #[prost(message, tag = "4")]
     Agent(AgentCheck),
+    #[prost(message, tag = "5")]
+    Notify(NotifyCheck),
 }
 
 stored! {
@@ -96,6 +98,11 @@ stored! {
     AgentCheck of v1::AgentCheck {}
 }
 
+stored! {
+    /// Notifications of the guest.
+    NotifyCheck of v1::NotifyCheck {}
+}
+
 impl Mirror<Check> for v1::probe::Check {
     fn mirror(self) -> Check {
         match self {
@@ -103,6 +110,7 @@ impl Mirror<Check> for v1::probe::Check {
             Self::Http(http) => Check::Http(http.mirror()),
             Self::Exec(exec) => Check::Exec(exec.mirror()),
             Self::Agent(agent) => Check::Agent(agent.mirror()),
+            Self::Notify(notify) => Check::Notify(notify.mirror()),
         }
     }
 }
@@ -114,6 +122,7 @@ impl Mirror<v1::probe::Check> for Check {
             Self::Http(http) => v1::probe::Check::Http(http.mirror()),
             Self::Exec(exec) => v1::probe::Check::Exec(exec.mirror()),
             Self::Agent(agent) => v1::probe::Check::Agent(agent.mirror()),
+            Self::Notify(notify) => v1::probe::Check::Notify(notify.mirror()),
         }
     }
 }

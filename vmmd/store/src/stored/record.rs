@@ -6,12 +6,13 @@ use vmmd_api::v1;
 
 use super::{Mirror, Timestamp, VmSpec, as_it_is, stored};
 use crate::{
-    FileRecord, HandoverRecord, Hardware, InstanceRecord, ReplacingRecord, RequestMark, RestartRecord,
-    RetentionRecord, SnapshotDisk, SnapshotRecord, StopRecord, VmRecord,
+    AccessKeysRecord, FileRecord, HandoverRecord, Hardware, InstanceRecord, ReplacingRecord, RequestMark,
+    RestartRecord, RetentionRecord, SnapshotDisk, SnapshotRecord, StopRecord, VmRecord,
 };
 
 // The store's own in both places.
 as_it_is!(
+    AccessKeysRecord,
     FileRecord,
     HandoverRecord,
     Hardware,
@@ -72,6 +73,8 @@ stored! {
         made_run: u64,
         #[prost(uint64, tag = "22")]
         made_revision: u64,
+        #[prost(message, repeated, tag = "42")]
+        access_keys: Vec<AccessKeysRecord>,
     }
 }
 
@@ -110,6 +113,8 @@ stored! {
         cgroup: String,
         #[prost(bool, tag = "29")]
         started: bool,
+        #[prost(bool, tag = "30")]
+        notified: bool,
     }
 }
 

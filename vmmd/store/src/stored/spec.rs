@@ -51,6 +51,10 @@ stored! {
         vsock: Option<VsockSpec>,
         #[prost(message, repeated, tag = "34")]
         credentials: Vec<Credential>,
+        #[prost(message, repeated, tag = "35")]
+        access_credentials: Vec<AccessCredential>,
+        #[prost(message, repeated, tag = "36")]
+        channels: Vec<ChannelSpec>,
         #[prost(message, optional, tag = "40")]
         probes: Option<ProbesSpec>,
     }
@@ -109,6 +113,55 @@ impl Mirror<v1::Credential> for Credential {
             value,
             value_base64,
             value_digest: String::new(),
+        }
+    }
+}
+
+/// A user of the guest. The written record has the hash of its password in `sealed`
+/// ([`seal`](crate::seal)).
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct AccessCredential {
+    #[prost(string, tag = "1")]
+    pub name: String,
+    #[prost(string, repeated, tag = "2")]
+    pub ssh_authorized_keys: Vec<String>,
+    #[prost(string, tag = "3")]
+    pub password_hash: String,
+    #[prost(bytes = "vec", tag = "100")]
+    pub sealed: Vec<u8>,
+}
+
+impl Mirror<AccessCredential> for v1::AccessCredential {
+    fn mirror(self) -> AccessCredential {
+        let v1::AccessCredential {
+            name,
+            ssh_authorized_keys,
+            password_hash,
+            // A record has the hash itself.
+            password_hash_digest: _,
+        } = self;
+        AccessCredential {
+            name,
+            ssh_authorized_keys,
+            password_hash,
+            sealed: Vec::new(),
+        }
+    }
+}
+
+impl Mirror<v1::AccessCredential> for AccessCredential {
+    fn mirror(self) -> v1::AccessCredential {
+        let AccessCredential {
+            name,
+            ssh_authorized_keys,
+            password_hash,
+            sealed: _,
+        } = self;
+        v1::AccessCredential {
+            name,
+            ssh_authorized_keys,
+            password_hash,
+            password_hash_digest: String::new(),
         }
     }
 }
@@ -602,6 +655,14 @@ stored! {
 stored! {
     /// The channel to the guest's agent.
     GuestAgentSpec of v1::GuestAgentSpec {}
+}
+
+stored! {
+    /// A channel.
+    ChannelSpec of v1::ChannelSpec {
+        #[prost(string, tag = "1")]
+        name: String,
+    }
 }
 
 stored! {

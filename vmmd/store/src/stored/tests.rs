@@ -46,6 +46,15 @@ fn a_spec_is_read_as_it_was_written() {
         guest_agent: Some(v1::GuestAgentSpec {}),
         tpm: Some(v1::TpmSpec {}),
         vsock: Some(v1::VsockSpec { cid: 7 }),
+        channels: vec![v1::ChannelSpec {
+            name: "com.example.0".into(),
+        }],
+        access_credentials: vec![v1::AccessCredential {
+            name: "root".into(),
+            ssh_authorized_keys: vec!["ssh-ed25519 A".into()],
+            password_hash: "$6$a$b".into(),
+            ..v1::AccessCredential::default()
+        }],
         probes: Some(v1::ProbesSpec {
             startup: Some(v1::Probe {
                 check: Some(v1::probe::Check::Http(v1::HttpCheck {

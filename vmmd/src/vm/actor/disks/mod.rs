@@ -120,6 +120,7 @@ impl Actor {
                 self.on_medium(path, &live, &applied, result).await;
             }
             Outcome::Guest(guest) => self.on_looked_at_guest(guest),
+            Outcome::Access(number, result) => self.on_access(number, result).await,
             Outcome::State(state) => self.on_state(state),
             Outcome::Identified(disks) => self.on_identified(disks),
             Outcome::ShareAttached(path, live, applied, result) => {

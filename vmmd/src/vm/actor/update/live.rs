@@ -431,6 +431,7 @@ async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec, memory_bytes:
         | Live::StateDir
         | Live::OnPanic
         | Live::Probes
+        | Live::AccessCredentials
         | Live::DropGroup(_)
         | Live::Processors
         | Live::Attach(_)

@@ -56,6 +56,8 @@ pub enum Live {
     OnPanic,
     /// The same.
     Probes,
+    /// The same: the daemon gives them to the agent of the guest.
+    AccessCredentials,
     /// The limit of a disk's own.
     DiskLimit(String),
     /// The limit of a rate group.
@@ -113,7 +115,9 @@ const PROCESSORS: [&str; 3] = [
 ];
 
 /// Lists whose items have names.
-const NAMED: [&str; 5] = [
+const NAMED: [&str; 7] = [
+    "spec.accessCredentials",
+    "spec.channels",
     "spec.credentials",
     "spec.disks",
     "spec.nics",
@@ -420,6 +424,7 @@ fn verdict(path: &str, was: bool, is: bool) -> Verdict {
         _ if path == "spec.stateDir" => Some(Live::StateDir),
         _ if path == "spec.onPanic" => Some(Live::OnPanic),
         _ if path == "spec.probes" => Some(Live::Probes),
+        _ if path.starts_with("spec.accessCredentials[") => Some(Live::AccessCredentials),
         _ if path == "spec.balloon.targetBytes" => Some(Live::BalloonTarget),
         _ if PROCESSORS.contains(&path) => Some(Live::Processors),
         (false, true) if path.ends_with(']') => item("spec.disks", "")
@@ -463,6 +468,7 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
         Live::StateDir => running.state_dir = desired.state_dir,
         Live::OnPanic => running.on_panic = desired.on_panic,
         Live::Probes => running.probes = desired.probes,
+        Live::AccessCredentials => running.access_credentials = desired.access_credentials,
         Live::DiskLimit(name) => {
             let wanted = desired.disks.iter().find(|disk| disk.name == *name);
             let disk = running.disks.iter_mut().find(|disk| disk.name == *name);
