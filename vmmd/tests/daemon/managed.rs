@@ -1,12 +1,14 @@
 //! Networks that the daemon makes, in a network namespace of the test's own.
 
 mod changes;
+mod clients;
 mod dhcp;
 mod groups;
 pub mod guest;
 mod helpers;
 mod ipv6;
 mod metadata;
+mod packages;
 mod packets;
 mod probes;
 mod reserved;
