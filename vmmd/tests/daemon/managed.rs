@@ -8,6 +8,7 @@ pub mod guest;
 mod helpers;
 mod ipv6;
 mod metadata;
+mod neighbors;
 mod packages;
 mod packets;
 mod probes;
