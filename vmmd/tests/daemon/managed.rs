@@ -3,6 +3,7 @@
 mod changes;
 mod clients;
 mod dhcp;
+mod floating;
 mod groups;
 pub mod guest;
 mod helpers;
