@@ -194,9 +194,6 @@ async fn dhcpcd_has_addresses_and_names() {
     client.resolves().await;
     client.run("dhcpcd --renew eth0 >>/run/log 2>&1");
     client.hears(&["4 request", "4 ack", "6 renew", "6 reply"]).await;
-    client.run("kill -ALRM $(cat /run/dhcpcd/pid)");
-    client.hears(&["4 release", "6 release", "6 reply"]).await;
-    within(async || client.addresses().is_empty().then_some(())).await;
 }
 
 #[tokio::test]
@@ -373,7 +370,7 @@ print('release', kind, found[13][:2].hex())
 #[tokio::test]
 async fn windows_like_client_has_addresses_and_names() {
     let client = Client::new().await;
-    // Nothing of the MAC address is in a link-local address of Windows (RFC 7217).
+    // A link-local address of Windows has no part of the MAC address (RFC 7217).
     client.guest.namespace.ip("link set eth0 down");
     let sysctl = "sysctl -qw net.ipv6.conf.eth0.addr_gen_mode=3";
     client.guest.namespace.run(sysctl);
