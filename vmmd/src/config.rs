@@ -72,6 +72,8 @@ pub struct Config {
     pub address_retention_seconds: u32,
     /// Subnets that VMs may have behind their NICs: `"10.64.0.0/10"`, `"fd00:90::/32"`. Default: all.
     pub routed_subnets: Vec<String>,
+    /// Addresses that VMs may have as floating addresses: `"192.0.2.64/26"`, `"2001:db8::/64"`. Default: none.
+    pub floating_addresses: Vec<String>,
     /// The program that serves shares. Default: `virtiofsd` beside the `vmm`.
     pub virtiofsd: Option<PathBuf>,
     /// The program that serves the TPM of a VM. Default `/usr/bin/swtpm`, of Debian's package `swtpm`.
@@ -286,6 +288,7 @@ impl Default for Config {
             published_ports: Vec::new(),
             address_retention_seconds: 600,
             routed_subnets: Vec::new(),
+            floating_addresses: Vec::new(),
             virtiofsd: None,
             swtpm: "/usr/bin/swtpm".into(),
             kvm_device: "/dev/kvm".into(),
@@ -416,10 +419,15 @@ impl Config {
             return refuse("published_ports", &problem);
         }
         let is_subnet = |text: &&String| text.parse::<Addresses>().is_ok();
-        if let Some(wrong) = self.routed_subnets.iter().find(|text| !is_subnet(text)) {
-            let problem =
-                format!("must be ranges such as \"10.64.0.0/10\" or \"fd00:90::/32\", is \"{wrong}\"");
-            return refuse("routed_subnets", &problem);
+        for (key, ranges) in [
+            ("routed_subnets", &self.routed_subnets),
+            ("floating_addresses", &self.floating_addresses),
+        ] {
+            if let Some(wrong) = ranges.iter().find(|text| !is_subnet(text)) {
+                let problem =
+                    format!("must be ranges such as \"10.64.0.0/10\" or \"fd00:90::/32\", is \"{wrong}\"");
+                return refuse(key, &problem);
+            }
         }
         if let Err(problem) = self.roots.check() {
             return refuse("roots", problem);
@@ -562,6 +570,7 @@ mod tests {
             ("roots = { disks = ['/srv', 'vm'] }", "roots"),
             ("published_ports = ['80', '90-80']", "published_ports"),
             ("routed_subnets = ['10.64.0.1/10']", "routed_subnets"),
+            ("floating_addresses = ['192.0.2.1/26']", "floating_addresses"),
             ("screen = { certificate = '/a' }", "`screen.key` must be given"),
             ("screen = { key = '/a' }", "`screen.certificate` must be given"),
             ("screen = { vnc = '[::]:5900', key = '/a' }", "screen.certificate"),

@@ -166,6 +166,7 @@ impl Host {
             cgroups: self.cgroups.as_ref(),
             publishable: &self.config.published_ports,
             routable: &self.config.routed_subnets,
+            floatable: &self.config.floating_addresses,
             retention_ms: u64::from(self.config.address_retention_seconds) * 1000,
             links: &self.links,
             networks: &self.networks,

@@ -290,7 +290,7 @@ pub struct Guest {
     #[arg(long = "cdrom", value_name = "PATH|DISK")]
     pub cdroms: Vec<String>,
     /// Network interface: network=lan, bridge=br0, tap=tap0, or pod-network (of the VM's pod; pod-network=eth0 names the interface). In a network: address=10.80.0.9,
-    /// or address=NAME of a reserved address, publish=8080:80+53/udp (ports of the node that lead to the VM; also 8000-8010:80 and 192.0.2.1:8080:80), routed=10.90.0.0/24+fd00:90::/64 (subnets behind the VM), groups=web+db (security groups of the network). More keys: name=eth0,
+    /// or address=NAME of a reserved address, publish=8080:80+53/udp (ports of the node that lead to the VM; also 8000-8010:80 and 192.0.2.1:8080:80), routed=10.90.0.0/24+fd00:90::/64 (subnets behind the VM), floating=192.0.2.7 (floating addresses), groups=web+db (security groups of the network). More keys: name=eth0,
     /// vlan=20 and mac-filter=on (on a bridge), metadata=on (with network=), mac=52:54:00:12:34:56, queues=4, mtu=9000, boot-order=2, backend=vhost (the node's kernel carries its
     /// packets), link=down, off=tso+uso (offloads to hide from the guest: checksum, tso, uso,
     /// merge), rx-bps=100Mi, rx-pps=20000, tx-bps=…, tx-pps=… (limits on received and sent traffic,

@@ -8,7 +8,7 @@ use crate::{
     failure::Result,
 };
 
-const KEYS: &str = "network=, bridge=, tap=, pod-network, address=, publish=, routed=, groups=, name=, mac=, queues=, mtu=, vlan=, mac-filter=, metadata=, boot-order=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
+const KEYS: &str = "network=, bridge=, tap=, pod-network, address=, publish=, routed=, floating=, groups=, name=, mac=, queues=, mtu=, vlan=, mac-filter=, metadata=, boot-order=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
 
 /// The NIC number `index` of a VM from `key=value,…`.
 pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
@@ -55,6 +55,10 @@ fn set(nic: &mut v1::NicSpec, key: &str, value: &str) -> Result<bool, String> {
         "routed" => {
             let subnets = value.split('+').filter(|subnet| *subnet != "none");
             nic.routed_subnets = subnets.map(str::to_owned).collect();
+        }
+        "floating" => {
+            let addresses = value.split('+').filter(|address| *address != "none");
+            nic.floating_addresses = addresses.map(str::to_owned).collect();
         }
         "groups" => {
             let groups = value.split('+').filter(|group| *group != "none");
@@ -107,6 +111,7 @@ pub fn fields(text: &str) -> impl Iterator<Item = &str> {
         "tx-bps" | "tx-pps" => "transmit_limit",
         "publish" => "published_ports",
         "routed" => "routed_subnets",
+        "floating" => "floating_addresses",
         "groups" => "security_groups",
         "mac-filter" => "mac_filter",
         "boot-order" => "boot_order",
@@ -238,11 +243,14 @@ mod tests {
     }
 
     #[test]
-    fn subnets_and_groups_are_lists_that_none_empties() {
-        let mut nic = from_text(0, "network=lan,routed=10.90.0.0/24+fd00:90::/64,groups=web+db").unwrap();
+    fn lists_of_names_and_addresses_are_emptied_by_none() {
+        let text =
+            "network=lan,routed=10.90.0.0/24+fd00:90::/64,floating=192.0.2.7+2001:db8::7,groups=web+db";
+        let mut nic = from_text(0, text).unwrap();
         assert_eq!(nic.routed_subnets, ["10.90.0.0/24", "fd00:90::/64"]);
+        assert_eq!(nic.floating_addresses, ["192.0.2.7", "2001:db8::7"]);
         assert_eq!(nic.security_groups, ["web", "db"]);
-        apply(&mut nic, "routed=none,groups=none", "KEY=VALUE").unwrap();
+        apply(&mut nic, "routed=none,floating=none,groups=none", "KEY=VALUE").unwrap();
         assert_eq!(nic, from_text(0, "network=lan").unwrap());
     }
 
@@ -256,7 +264,7 @@ mod tests {
 
     #[test]
     fn each_key_sets_a_field_of_the_api() {
-        let text = "queues=1,mtu=9,vlan=5,mac-filter=on,metadata=on,boot-order=1,backend=vhost,name=a,mac=b,bridge=c,tap=d,network=e,address=f,publish=1,routed=10.90.0.0/24,groups=web,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
+        let text = "queues=1,mtu=9,vlan=5,mac-filter=on,metadata=on,boot-order=1,backend=vhost,name=a,mac=b,bridge=c,tap=d,network=e,address=f,publish=1,routed=10.90.0.0/24,floating=192.0.2.7,groups=web,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
         let paths: Vec<_> = fields(text)
             .map(|field| format!("spec.nics[eth0].{field}"))
             .collect();

@@ -126,6 +126,15 @@ impl Show for v1::Network {
         if !behind.is_empty() {
             text.list("Subnets behind VMs", vec!["SUBNET", "VM/NIC", "VIA"], &behind);
         }
+        let floating = status.leases.iter().flat_map(|lease| {
+            let user = format!("{}/{}", lease.vm, lease.nic);
+            let addresses = lease.floating_addresses.iter();
+            addresses.map(move |address| vec![address.clone(), user.clone()])
+        });
+        let floating: Vec<_> = floating.collect();
+        if !floating.is_empty() {
+            text.list("Floating addresses", vec!["ADDRESS", "VM/NIC"], &floating);
+        }
         let rows: Vec<_> = status
             .leases
             .iter()

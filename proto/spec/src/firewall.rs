@@ -87,6 +87,11 @@ impl Addresses {
         }
     }
 
+    /// Whether it is one address.
+    pub fn is_one(self) -> bool {
+        self.prefix == Self::bits(self.first).1
+    }
+
     /// Whether an address is in both.
     pub fn overlaps(self, other: Self) -> bool {
         self.has(other) || other.has(self)
@@ -96,6 +101,16 @@ impl Addresses {
     pub fn has(self, other: Self) -> bool {
         let (own, others) = (Self::bits(self.first), Self::bits(other.first));
         own.1 == others.1 && self.prefix <= other.prefix && others.0 & Self::mask(self.prefix) == own.0
+    }
+}
+
+impl From<IpAddr> for Addresses {
+    fn from(address: IpAddr) -> Self {
+        let (_, prefix) = Self::bits(address);
+        Self {
+            first: address,
+            prefix,
+        }
     }
 }
 

@@ -146,6 +146,8 @@ pub struct Access {
     pub firewall: Firewall,
     /// Subnets behind the guest, disjoint, at most [`MAX_SUBNETS`](subnet::MAX_SUBNETS).
     pub subnets: Vec<Addresses>,
+    /// Floating addresses, different ones, at most [`MAX_FLOATING`](subnet::MAX_FLOATING).
+    pub floating: Vec<IpAddr>,
     /// Security groups of the network, whose connections the guest may have, too.
     pub groups: Vec<Name>,
 }
@@ -159,6 +161,11 @@ pub(super) fn in_network(
     let firewall = nic.firewall.clone().unwrap_or_default();
     let firewall = Firewall::new(found, &format!("{field}.firewall"), &firewall);
     let subnets = subnet::subnets(found, &format!("{field}.routedSubnets"), &nic.routed_subnets);
+    let floating = subnet::floating(
+        found,
+        &format!("{field}.floatingAddresses"),
+        &nic.floating_addresses,
+    );
     let groups = group::names(found, &format!("{field}.securityGroups"), &nic.security_groups);
     let address = match nic.address.as_str() {
         "" => None,
@@ -186,6 +193,7 @@ pub(super) fn in_network(
         ports: ports.collect(),
         firewall,
         subnets,
+        floating,
         groups,
     };
     (address, access)
@@ -257,6 +265,7 @@ pub(super) fn refuse_in_network(found: &mut Violations, field: &str, nic: &v1::N
         ("publishedPorts", !nic.published_ports.is_empty()),
         ("firewall", nic.firewall.is_some()),
         ("routedSubnets", !nic.routed_subnets.is_empty()),
+        ("floatingAddresses", !nic.floating_addresses.is_empty()),
         ("securityGroups", !nic.security_groups.is_empty()),
         ("metadata", nic.metadata),
     ] {

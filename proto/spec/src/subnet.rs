@@ -1,4 +1,4 @@
-//! Subnets behind a guest, which is their router.
+//! Addresses that lead to a guest beside its own: subnets behind the guest, which is their router, and floating addresses.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -6,6 +6,8 @@ use crate::{Violations, firewall::Addresses};
 
 /// Most subnets behind a NIC.
 pub const MAX_SUBNETS: usize = 16;
+/// Most floating addresses of a NIC.
+pub const MAX_FLOATING: usize = 16;
 
 const fn v4(a: u8, prefix: u8) -> Addresses {
     Addresses {
@@ -40,8 +42,21 @@ const ROUTED6: [Addresses; 2] = [v6(0xfc00, 7), v6(0x2000, 3)];
 
 /// Validates subnets behind a NIC; `field` is their path. They are disjoint.
 pub(super) fn subnets(found: &mut Violations, field: &str, texts: &[String]) -> Vec<Addresses> {
-    if texts.len() > MAX_SUBNETS {
-        let wrong = format_args!("at most {MAX_SUBNETS}, are {}", texts.len());
+    ranges(found, field, texts, MAX_SUBNETS)
+}
+
+/// Validates floating addresses of a NIC; `field` is their path. They are different.
+pub(super) fn floating(found: &mut Violations, field: &str, texts: &[String]) -> Vec<IpAddr> {
+    let ranges = ranges(found, field, texts, MAX_FLOATING);
+    if let Some(range) = ranges.iter().find(|range| !range.is_one()) {
+        found.add(field, format_args!("must be addresses, has the range {range}"));
+    }
+    ranges.into_iter().map(|range| range.first).collect()
+}
+
+fn ranges(found: &mut Violations, field: &str, texts: &[String], most: usize) -> Vec<Addresses> {
+    if texts.len() > most {
+        let wrong = format_args!("at most {most}, are {}", texts.len());
         found.add(field, wrong);
         return Vec::new();
     }
@@ -109,5 +124,23 @@ mod tests {
             assert!(said.contains(expected), "{expected}: {said}");
         }
         assert!(checked(&["10.0.0.0/32"; 17]).1.contains("at most 16, are 17"));
+    }
+
+    #[test]
+    fn floating_addresses_are_single_and_different() {
+        let checked = |texts: &[&str]| {
+            let texts: Vec<_> = texts.iter().map(|text| (*text).to_owned()).collect();
+            let mut found = Violations::default();
+            (floating(&mut found, "f", &texts).len(), found.to_string())
+        };
+        assert_eq!(checked(&["192.0.2.7", "2001:db8::7"]), (2, String::new()));
+        for (wrong, expected) in [
+            ("192.0.2.8/31", "f: must be addresses, has the range 192.0.2.8/31"),
+            ("192.0.2.7", "f[1]: overlaps with 192.0.2.7"),
+            ("127.0.0.1", "f[1]: overlaps with 127.0.0.0/8 (loopback)"),
+        ] {
+            let (_, said) = checked(&["192.0.2.7", wrong]);
+            assert!(said.contains(expected), "{expected}: {said}");
+        }
     }
 }

@@ -304,6 +304,7 @@ fn vm_has_one_nic_in_the_network_of_its_pod() {
         nic.published_ports = vec![v1::PublishedPort::default()];
         nic.firewall = Some(v1::NicFirewall::default());
         nic.routed_subnets = vec!["10.90.0.0/24".into()];
+        nic.floating_addresses = vec!["192.0.2.7".into()];
         nic.security_groups = vec!["web".into()];
     };
     let fields = [
@@ -311,6 +312,7 @@ fn vm_has_one_nic_in_the_network_of_its_pod() {
         "publishedPorts",
         "firewall",
         "routedSubnets",
+        "floatingAddresses",
         "securityGroups",
     ]
     .map(|field| format!("spec.nics[0].{field}"));

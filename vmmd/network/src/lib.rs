@@ -7,6 +7,7 @@
 //! `vmm` after its boot. A crash of any process therefore leaves no tap to clean up. The same holds for the tap in the network
 //! namespace of a pod ([`pod`]).
 
+mod announce;
 mod guard;
 mod link;
 mod managed;
@@ -34,6 +35,7 @@ use vmmd_spec::{
 
 use guard::{MacFilter, TapGuard};
 pub use link::{Link, Links};
+pub use managed::floating::floats;
 pub use managed::metadata::{publish as publish_metadata, withdraw as withdraw_metadata};
 pub use managed::{NetworkKind, Networks, PERIOD, Request as Lease, SeenNetwork, describe};
 pub use pod::{PodNetwork, Resolver, close_pod, serve_pods};

@@ -18,6 +18,7 @@ use rtnetlink::{
             AfSpecBridge, BridgeVlanInfo, BridgeVlanInfoFlags, InfoBridge, InfoData, InfoKind, LinkAttribute,
             LinkFlags, LinkInfo, LinkMessage,
         },
+        neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage},
         route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteType},
         tc::{TcAttribute, TcHandle, TcMessage},
     },
@@ -29,12 +30,12 @@ use vmmd_spec::firewall::Addresses;
 
 use super::{
     guard::{Guard, MacFilter, TapGuard},
-    managed::{BridgeFacts, BridgeSpec, routes::Route},
+    managed::{BridgeFacts, BridgeSpec, floating::Proxy, routes::Route},
 };
 
 /// The table of the node's own addresses (linux/rtnetlink.h).
 const RT_TABLE_LOCAL: u32 = 255;
-/// Protocol of routes to subnets behind guests, which no routing daemon has (iproute2, rt_protos).
+/// Protocol of routes to subnets behind guests and of proxies for floating addresses, which no routing daemon has (iproute2, rt_protos).
 const GUEST_ROUTES: RouteProtocol = RouteProtocol::Other(118);
 /// Metric of a second route to ::1, which no packet of the node takes.
 const LOOPBACK_METRIC: u32 = 1024;
@@ -463,6 +464,72 @@ impl Links {
         }
     }
 
+    /// MAC address of an interface; `None` for one without Ethernet.
+    pub async fn mac(&self, device: u32) -> io::Result<Option<[u8; 6]>> {
+        let answers = self.handle.link().get().match_index(device).execute();
+        tokio::pin!(answers);
+        let message = answers.next().await.transpose().map_err(into_io)?;
+        let attributes = message.iter().flat_map(|message| &message.attributes);
+        let mut addresses = attributes.filter_map(|attribute| match attribute {
+            LinkAttribute::Address(address) => address.as_slice().try_into().ok(),
+            _ => None,
+        });
+        Ok(addresses.next())
+    }
+
+    /// Addresses of routers in the main routing table.
+    pub async fn gateways(&self) -> io::Result<BTreeSet<IpAddr>> {
+        let all = self.main_table(RouteProtocol::Unspec).await?;
+        Ok(all.iter().filter_map(gateway).collect())
+    }
+
+    /// Addresses of guests for which interfaces of the node answer.
+    pub async fn proxies(&self) -> io::Result<BTreeSet<Proxy>> {
+        let mut found = BTreeSet::new();
+        for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+            let all = self.handle.neighbours().get().proxies();
+            let all = all.set_address_family(family).execute();
+            tokio::pin!(all);
+            while let Some(message) = all.next().await {
+                found.extend(proxy(&message.map_err(into_io)?));
+            }
+        }
+        Ok(found)
+    }
+
+    /// Lets an interface answer for an address (proxy ARP and neighbor discovery).
+    pub async fn add_proxy(&self, (device, address): Proxy) -> io::Result<()> {
+        fault::step("answer for a floating address");
+        let mut request = self.handle.neighbours().add(device, address);
+        let message = request.message_mut();
+        message.header.flags = NeighbourFlags::Proxy;
+        message
+            .attributes
+            .push(NeighbourAttribute::Protocol(GUEST_ROUTES));
+        request.replace().execute().await.map_err(into_io)
+    }
+
+    /// Ends [`Self::add_proxy`]. A missing proxy, or a missing interface, is no error.
+    pub async fn remove_proxy(&self, (device, address): Proxy) -> io::Result<()> {
+        fault::step("answer no more for a floating address");
+        let mut message = NeighbourMessage::default();
+        message.header.ifindex = device;
+        message.header.flags = NeighbourFlags::Proxy;
+        let (family, address) = match address {
+            IpAddr::V4(address) => (AddressFamily::Inet, NeighbourAddress::Inet(address)),
+            IpAddr::V6(address) => (AddressFamily::Inet6, NeighbourAddress::Inet6(address)),
+        };
+        message.header.family = family;
+        message.attributes.push(NeighbourAttribute::Destination(address));
+        let removed = self.handle.neighbours().del(message).execute().await;
+        match removed.map_err(into_io) {
+            Err(error) if ![Some(libc::ENOENT), Some(libc::ENODEV)].contains(&error.raw_os_error()) => {
+                Err(error)
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Takes an interface away.
     pub async fn delete(&self, index: u32) -> io::Result<()> {
         fault::step("delete a bridge");
@@ -641,14 +708,33 @@ fn guest_message(device: u32, route: Route) -> io::Result<RouteMessage> {
     }
 }
 
-/// The route of a message.
-fn guest_route(message: &RouteMessage) -> Option<Route> {
-    let ((first, prefix), _) = route(message)?;
-    let via = message.attributes.iter().find_map(|attribute| match attribute {
+/// The router of a route.
+fn gateway(message: &RouteMessage) -> Option<IpAddr> {
+    message.attributes.iter().find_map(|attribute| match attribute {
         RouteAttribute::Gateway(RouteAddress::Inet(via)) => Some(IpAddr::from(*via)),
         RouteAttribute::Gateway(RouteAddress::Inet6(via)) => Some(IpAddr::from(*via)),
         _ => None,
-    })?;
+    })
+}
+
+/// The proxy of a message, if the daemon has set it up.
+fn proxy(message: &NeighbourMessage) -> Option<Proxy> {
+    let is_ours = message.header.flags.contains(NeighbourFlags::Proxy)
+        && message
+            .attributes
+            .contains(&NeighbourAttribute::Protocol(GUEST_ROUTES));
+    let address = message.attributes.iter().find_map(|attribute| match attribute {
+        NeighbourAttribute::Destination(NeighbourAddress::Inet(address)) => Some(IpAddr::from(*address)),
+        NeighbourAttribute::Destination(NeighbourAddress::Inet6(address)) => Some(IpAddr::from(*address)),
+        _ => None,
+    });
+    Some((message.header.ifindex, address.filter(|_| is_ours)?))
+}
+
+/// The route of a message.
+fn guest_route(message: &RouteMessage) -> Option<Route> {
+    let ((first, prefix), _) = route(message)?;
+    let via = gateway(message)?;
     let to = Addresses { first, prefix };
     Some(Route { to, via })
 }

@@ -45,6 +45,8 @@ pub struct Ports<'a> {
     pub publishable: &'a [String],
     /// Subnets that may be behind guests, as "10.64.0.0/10"; all when empty.
     pub routable: &'a [String],
+    /// Addresses that NICs may have as floating addresses, as "192.0.2.64/26"; none when empty.
+    pub floatable: &'a [String],
     /// How long an address stays with its NIC after its release, in milliseconds.
     pub retention_ms: u64,
     /// Network interfaces of the node.

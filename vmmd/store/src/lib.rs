@@ -54,10 +54,10 @@ pub use network::LEASE_RETENTION_MS;
 pub use operation::OperationRecord;
 pub use record::{
     AbortRecord, AccessKeysRecord, ConditionRecord, DiskImage, DiskRecord, DiskSource, DiskStage, FileRecord,
-    HandoverRecord, HandoverStage, Hardware, ImageRecord, ImageSource, ImageStage, InstanceRecord,
-    LeaseRecord, NetworkRecord, NicHardware, NodeRecord, OciLayoutSource, OciSource, PortRecord,
-    ProcessorRecord, RegistryCredentials, ReplacedImage, ReplacingRecord, SourceVersion, StopRecord,
-    VmRecord, disk_source, image_source,
+    FloatingRecord, HandoverRecord, HandoverStage, Hardware, ImageRecord, ImageSource, ImageStage,
+    InstanceRecord, LeaseRecord, NetworkRecord, NicHardware, NodeRecord, OciLayoutSource, OciSource,
+    PortRecord, ProcessorRecord, RegistryCredentials, ReplacedImage, ReplacingRecord, SourceVersion,
+    StopRecord, VmRecord, disk_source, image_source,
 };
 pub use seal::Key;
 pub use snapshot::{RetentionRecord, SnapshotDisk, SnapshotRecord, SnapshotStage};

@@ -25,6 +25,7 @@ impl LeaseRecord {
     /// Notes that the NIC is gone at `now_ms`. Its address stays reserved for `retention_ms`.
     pub fn release(&mut self, now_ms: u64, retention_ms: u64) {
         (self.released_ms, self.retention_ms) = (now_ms, Some(retention_ms));
+        self.floating.clear();
     }
 
     /// Whether it is that NIC's: a declined address that was replaced is no NIC's.

@@ -764,6 +764,9 @@ pub struct LeaseRecord {
     /// Names of its security groups.
     #[prost(string, repeated, tag = "12")]
     pub groups: Vec<String>,
+    /// Floating addresses of the NIC, from the start of its VM to the end of the run.
+    #[prost(message, repeated, tag = "13")]
+    pub floating: Vec<FloatingRecord>,
     /// How long the address stays with its NIC after the release, in milliseconds; [`LEASE_RETENTION_MS`](crate::LEASE_RETENTION_MS)
     /// when not known.
     #[prost(uint64, optional, tag = "14")]
@@ -771,6 +774,17 @@ pub struct LeaseRecord {
     /// Its guest may use the metadata service.
     #[prost(bool, tag = "20")]
     pub metadata: bool,
+}
+
+/// A floating address of a NIC.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct FloatingRecord {
+    /// IPv4 or IPv6.
+    #[prost(string, tag = "1")]
+    pub address: String,
+    /// It leads to the guest, which runs. Otherwise the NIC has it reserved.
+    #[prost(bool, tag = "2")]
+    pub active: bool,
 }
 
 /// A port of the node that leads to a guest.

@@ -1,12 +1,16 @@
 //! Networks that the daemon makes, in a network namespace of the test's own.
 
 mod changes;
+mod clients;
 mod dhcp;
+mod floating;
 mod groups;
 pub mod guest;
 mod helpers;
 mod ipv6;
 mod metadata;
+mod neighbors;
+mod packages;
 mod packets;
 mod probes;
 mod reserved;

@@ -76,7 +76,7 @@ pub enum Attachment {
     },
 }
 
-/// Adds a violation for subnets that are behind two NICs.
+/// Adds a violation for subnets that are behind two NICs, and for floating addresses of two.
 pub(super) fn disjoint_subnets(found: &mut Violations, nics: &[Nic]) {
     let mut seen: Vec<(&Name, Addresses)> = Vec::new();
     for (index, nic) in nics.iter().enumerate() {
@@ -90,7 +90,16 @@ pub(super) fn disjoint_subnets(found: &mut Violations, nics: &[Nic]) {
                 found.add(format_args!("spec.nics[{index}].routedSubnets"), wrong);
             }
         }
-        seen.extend(access.subnets.iter().map(|subnet| (&nic.name, *subnet)));
+        for address in &access.floating {
+            let clash = seen.iter().find(|(_, other)| other.has((*address).into()));
+            if let Some((other, _)) = clash {
+                let wrong = format_args!("NIC \"{other}\" has {address}, too");
+                found.add(format_args!("spec.nics[{index}].floatingAddresses"), wrong);
+            }
+        }
+        let floating = access.floating.iter().map(|address| Addresses::from(*address));
+        let own = access.subnets.iter().copied().chain(floating);
+        seen.extend(own.map(|range| (&nic.name, range)));
     }
 }
 

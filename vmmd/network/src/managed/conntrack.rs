@@ -3,9 +3,10 @@
 //!
 //! While datagrams of one sender arrive often enough, the kernel sends them to the destination of
 //! the first one. When their port is published or leads elsewhere, the daemon deletes the tracked
-//! connections. The kernel then applies the rules to the next datagram.
+//! connections. The kernel then applies the rules to the next datagram. All connections of a floating address that
+//! leads no more to its guest are deleted, too.
 
-use std::{collections::BTreeSet, io};
+use std::{collections::BTreeSet, io, net::IpAddr};
 
 use rtnetlink::{
     packet_core::{
@@ -24,10 +25,14 @@ const DELETE: u16 = 0x102;
 const HEADER: usize = 4;
 /// Attributes of a connection.
 const CTA_TUPLE_ORIG: u16 = 1;
+const CTA_TUPLE_REPLY: u16 = 2;
 const CTA_STATUS: u16 = 3;
 const CTA_ID: u16 = 12;
 const CTA_ZONE: u16 = 18;
-/// Attributes of a tuple, and of that one.
+/// Attributes of a tuple, and of these.
+const CTA_TUPLE_IP: u16 = 1;
+const CTA_IP_V4_DST: u16 = 2;
+const CTA_IP_V6_DST: u16 = 4;
 const CTA_TUPLE_PROTO: u16 = 2;
 const CTA_PROTO_NUM: u16 = 1;
 const CTA_PROTO_DST_PORT: u16 = 3;
@@ -35,6 +40,21 @@ const CTA_PROTO_DST_PORT: u16 = 3;
 const IPS_SRC_NAT: u32 = 1 << 4;
 const IPS_DST_NAT: u32 = 1 << 5;
 const UDP: u8 = 17;
+
+/// Connections for the kernel to forget.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// Ports to which datagrams were sent.
+    pub ports: BTreeSet<u16>,
+    /// Floating addresses, to which connections led, or which connections of guests had.
+    pub addresses: BTreeSet<IpAddr>,
+}
+
+impl Moved {
+    pub fn is_empty(&self) -> bool {
+        self.ports.is_empty() && self.addresses.is_empty()
+    }
+}
 
 /// A request or a response: its type, and the bytes after the netlink header.
 #[derive(Debug)]
@@ -75,21 +95,12 @@ impl Message {
         message
     }
 
-    /// Returns the request to delete this connection, if it has datagrams to one of `ports`.
-    /// Connections with only a source NAT lead from a guest to a port of another host and stay.
-    fn deletion(&self, ports: &BTreeSet<u16>) -> Option<Self> {
+    /// Returns the request to delete this connection, if it is one of these.
+    fn deletion(&self, moved: &Moved) -> Option<Self> {
         let (header, attributes) = self.bytes.split_at_checked(HEADER)?;
-        let transport = value(attribute(
-            value(attribute(attributes, CTA_TUPLE_ORIG)?)?,
-            CTA_TUPLE_PROTO,
-        )?)?;
-        let protocol = value(attribute(transport, CTA_PROTO_NUM)?)?;
-        let port = value(attribute(transport, CTA_PROTO_DST_PORT)?)?;
-        let port = u16::from_be_bytes(port.try_into().ok()?);
-        let status = value(attribute(attributes, CTA_STATUS)?)?;
-        let status = u32::from_be_bytes(status.try_into().ok()?);
-        let leaves = status & (IPS_SRC_NAT | IPS_DST_NAT) == IPS_SRC_NAT;
-        if protocol != [UDP] || !ports.contains(&port) || leaves {
+        let is_one =
+            is_of(attributes, &moved.addresses) || leads_to(attributes, &moved.ports).unwrap_or_default();
+        if !is_one {
             return None;
         }
         // The last one needs no padding.
@@ -100,6 +111,41 @@ impl Message {
             bytes: [header, named.concat().as_slice()].concat(),
         })
     }
+}
+
+/// Whether a connection leads to one of the addresses, or has one of them as its translated source.
+fn is_of(attributes: &[u8], addresses: &BTreeSet<IpAddr>) -> bool {
+    let destination = |tuple: u16| {
+        let ip = value(attribute(value(attribute(attributes, tuple)?)?, CTA_TUPLE_IP)?)?;
+        let (v4, v6) = (attribute(ip, CTA_IP_V4_DST), attribute(ip, CTA_IP_V6_DST));
+        let v4 = v4
+            .and_then(value)
+            .and_then(|octets| <[u8; 4]>::try_from(octets).ok());
+        let v6 = v6
+            .and_then(value)
+            .and_then(|octets| <[u8; 16]>::try_from(octets).ok());
+        v4.map(IpAddr::from).or(v6.map(IpAddr::from))
+    };
+    let mut destinations = [CTA_TUPLE_ORIG, CTA_TUPLE_REPLY]
+        .into_iter()
+        .filter_map(destination);
+    !addresses.is_empty() && destinations.any(|address| addresses.contains(&address))
+}
+
+/// Whether a connection has datagrams to one of `ports`. Connections with only a source NAT lead from a guest to a port of another host and
+/// stay.
+fn leads_to(attributes: &[u8], ports: &BTreeSet<u16>) -> Option<bool> {
+    let transport = value(attribute(
+        value(attribute(attributes, CTA_TUPLE_ORIG)?)?,
+        CTA_TUPLE_PROTO,
+    )?)?;
+    let protocol = value(attribute(transport, CTA_PROTO_NUM)?)?;
+    let port = value(attribute(transport, CTA_PROTO_DST_PORT)?)?;
+    let port = u16::from_be_bytes(port.try_into().ok()?);
+    let status = value(attribute(attributes, CTA_STATUS)?)?;
+    let status = u32::from_be_bytes(status.try_into().ok()?);
+    let leaves = status & (IPS_SRC_NAT | IPS_DST_NAT) == IPS_SRC_NAT;
+    Some(protocol == [UDP] && ports.contains(&port) && !leaves)
 }
 
 /// The first attribute of a kind, as it is in the message.
@@ -115,8 +161,8 @@ fn value(attribute: &[u8]) -> Option<&[u8]> {
     attribute.get(4..)
 }
 
-/// Makes the kernel forget where datagrams to these ports went.
-pub async fn forget(ports: &BTreeSet<u16>) -> io::Result<()> {
+/// Makes the kernel forget these connections.
+pub async fn forget(moved: &Moved) -> io::Result<()> {
     let (connection, handle, _) = new_connection::<Message>(NETLINK_NETFILTER)?;
     tokio::spawn(connection);
     let kernel = SocketAddr::new(0, 0);
@@ -130,7 +176,7 @@ pub async fn forget(ports: &BTreeSet<u16>) -> io::Result<()> {
     tokio::pin!(answers);
     while let Some(answer) = answers.next().await {
         match answer.payload {
-            NetlinkPayload::InnerMessage(known) => deletions.extend(known.deletion(ports)),
+            NetlinkPayload::InnerMessage(known) => deletions.extend(known.deletion(moved)),
             NetlinkPayload::Error(error) if error.code.is_some() => return Err(error.to_io()),
             _ => {}
         }
@@ -163,9 +209,10 @@ mod tests {
         bytes
     }
 
+    /// The flag of attributes that have others in them.
+    const NESTED: u16 = 0x8000;
+
     fn connection(protocol: u8, port: u16, status: u32) -> Message {
-        // The flag of attributes that have others in them.
-        const NESTED: u16 = 0x8000;
         let transport = [
             attribute(CTA_PROTO_NUM, &[protocol]),
             attribute(CTA_PROTO_DST_PORT, &port.to_be_bytes()),
@@ -184,7 +231,10 @@ mod tests {
 
     #[test]
     fn datagrams_that_came_to_a_port_are_forgotten_and_nothing_else() {
-        let ports = BTreeSet::from([8000]);
+        let moved = Moved {
+            ports: BTreeSet::from([8000]),
+            ..Moved::default()
+        };
         for (protocol, port, status, expected) in [
             (UDP, 8000, IPS_DST_NAT, true),
             (UDP, 8000, IPS_DST_NAT | IPS_SRC_NAT, true),
@@ -194,7 +244,7 @@ mod tests {
             (6, 8000, IPS_DST_NAT, false),
         ] {
             let known = connection(protocol, port, status);
-            let deletion = known.deletion(&ports);
+            let deletion = known.deletion(&moved);
             assert_eq!(deletion.is_some(), expected, "{protocol} {port} {status}");
             if let Some(deletion) = deletion {
                 let named = deletion.bytes.get(HEADER..).unwrap();
@@ -209,15 +259,52 @@ mod tests {
     }
 
     #[test]
+    fn connections_of_a_floating_address_are_forgotten() {
+        let moved = Moved {
+            addresses: BTreeSet::from([[192, 0, 2, 7].into(), "2001:db8::7".parse().unwrap()]),
+            ..Moved::default()
+        };
+        let tuple = |kind, address: &[u8]| {
+            let destination = match address.len() {
+                4 => CTA_IP_V4_DST,
+                _ => CTA_IP_V6_DST,
+            };
+            let ip = attribute(NESTED | CTA_TUPLE_IP, &attribute(destination, address));
+            attribute(NESTED | kind, &ip)
+        };
+        let seven6: [u8; 16] = [0x20, 1, 0xd, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7];
+        for (original, reply, expected) in [
+            (&[192, 0, 2, 7][..], &[198, 51, 100, 2][..], true),
+            (&[198, 51, 100, 2], &[192, 0, 2, 7], true),
+            (&[198, 51, 100, 2], &[192, 0, 2, 8], false),
+            (&seven6, &[0; 16], true),
+        ] {
+            let tuples = [tuple(CTA_TUPLE_ORIG, original), tuple(CTA_TUPLE_REPLY, reply)];
+            let known = Message {
+                kind: 0x100,
+                bytes: [vec![2, 0, 0, 0], tuples.concat()].concat(),
+            };
+            assert_eq!(
+                known.deletion(&moved).is_some(),
+                expected,
+                "{original:?} {reply:?}"
+            );
+        }
+    }
+
+    #[test]
     fn a_message_that_is_cut_off_is_no_connection() {
         let whole = connection(UDP, 8000, IPS_DST_NAT);
-        let ports = BTreeSet::from([8000]);
+        let moved = Moved {
+            ports: BTreeSet::from([8000]),
+            addresses: BTreeSet::from([IpAddr::from([192, 0, 2, 7])]),
+        };
         for length in 0..HEADER + 24 {
             let cut = Message {
                 kind: whole.kind,
                 bytes: whole.bytes[..length].to_vec(),
             };
-            assert!(cut.deletion(&ports).is_none(), "{length}");
+            assert!(cut.deletion(&moved).is_none(), "{length}");
         }
     }
 }

@@ -117,7 +117,7 @@ fn decline(record: &mut NetworkRecord, declined: &Declined, given: bool, now: u6
     if may_move {
         old.released_ms = now;
         (old.ports, old.firewall) = (Vec::new(), None);
-        (old.subnets, old.groups) = (Vec::new(), Vec::new());
+        (old.subnets, old.groups, old.floating) = (Vec::new(), Vec::new(), Vec::new());
         let owner = (own.vm.as_slice(), own.nic.as_str());
         let found = pool::allocate(&spec, &record.leases, owner, (None, |_: &LeaseRecord| true), now);
         let address = found.ok().flatten()?;

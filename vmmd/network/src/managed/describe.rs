@@ -75,6 +75,11 @@ fn describe_lease(
             .map(|reservation| reservation.name.to_string())
             .unwrap_or_default(),
         routed_subnets: lease.subnets.clone(),
+        floating_addresses: lease
+            .floating
+            .iter()
+            .map(|floating| floating.address.clone())
+            .collect(),
         declined_time: lease
             .is_declined(now)
             .then(|| text::timestamp(lease.declined_ms))

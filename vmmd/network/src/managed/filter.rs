@@ -18,8 +18,9 @@ use vmmd_store::{LeaseRecord, NetworkRecord};
 use crate::guard::Guard;
 
 use super::{
-    conntrack,
+    conntrack::{self, Moved},
     firewall::{self, Chains},
+    floating,
     netlink::Transactions,
     nft,
     node::{filtered, port},
@@ -46,6 +47,8 @@ pub struct Filter {
     pub taps: BTreeSet<u32>,
     /// Routes to subnets behind guests.
     pub routes: routes::Known,
+    /// Interfaces that answer for floating addresses; `None` when unknown.
+    pub proxies: Option<floating::Known>,
 }
 
 /// State of the kernel.
@@ -187,14 +190,22 @@ impl Plan {
             .retain(|name, _| !kept.chains.contains_key(name));
     }
 
-    /// Ports of the node where datagrams lead elsewhere after the change.
-    fn moved(&self) -> BTreeSet<u16> {
+    /// Ports of the node where datagrams lead elsewhere after the change, and floating addresses that lead no more where they led.
+    fn moved(&self) -> Moved {
         let elements = self.removed.elements.iter().chain(&self.added.elements);
         let ports = elements.filter_map(|element| match element.key.as_slice() {
             [.., Field::Protocol(Protocol::Udp), Field::Port(port)] => Some(*port),
             _ => None,
         });
-        ports.collect()
+        let removed = self.removed.elements.iter();
+        let addresses = removed.filter_map(|element| match (element.set.1, element.key.as_slice()) {
+            ("floating4" | "floating6", [Field::Ip(address)]) => Some(*address),
+            _ => None,
+        });
+        Moved {
+            ports: ports.collect(),
+            addresses: addresses.collect(),
+        }
     }
 }
 
@@ -285,7 +296,7 @@ impl Filter {
         if !moved.is_empty()
             && let Err(error) = conntrack::forget(&moved).await
         {
-            tracing::warn!(%error, "make the kernel forget where datagrams to published ports went");
+            tracing::warn!(%error, "make the kernel forget where published ports and floating addresses led");
         }
         Ok(())
     }
@@ -454,7 +465,7 @@ mod tests {
             &[network(1, &[with(&[8081])])],
         );
         assert_eq!(sets(&plan.removed.elements), ["published4"]);
-        assert_eq!(plan.moved(), BTreeSet::from([8080]));
+        assert_eq!(plan.moved().ports, BTreeSet::from([8080]));
     }
 
     #[test]

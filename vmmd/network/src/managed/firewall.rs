@@ -203,6 +203,7 @@ mod tests {
             metadata: false,
             firewall,
             subnets: Vec::new(),
+            floating: Vec::new(),
             groups: groups.iter().map(|name| (*name).to_owned()).collect(),
         }
     }

@@ -12,7 +12,7 @@ use vmmd_spec::{
     network::{NetworkMode, NetworkSpec, reservation::Reservation},
     nic::{Access, port_range},
 };
-use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
+use vmmd_store::{FloatingRecord, LeaseRecord, NetworkRecord, PortRecord};
 
 use super::{
     NetworkKind, Networks, Request, bridge,
@@ -85,6 +85,7 @@ impl Networks {
         self.no_port_clash(request)?;
         self.no_port_of_the_node(record, request)?;
         self.no_subnet_clash(host, (record, &spec), request).await?;
+        self.no_floating_clash(host, (record, &spec), request).await?;
         only_known_groups(&spec, record, request)?;
         let is_open = request.access.firewall.is_open() && request.access.groups.is_empty();
         if !is_open && !nft::tracks_bridges().await {
@@ -121,6 +122,16 @@ impl Networks {
             declined_ms: 0,
             subnets: request.access.subnets.iter().map(ToString::to_string).collect(),
             groups: request.access.groups.iter().map(ToString::to_string).collect(),
+            floating: request
+                .access
+                .floating
+                .iter()
+                .map(|address| FloatingRecord {
+                    address: address.to_string(),
+                    // Until the VM runs, they are reserved only.
+                    active: request.plugged,
+                })
+                .collect(),
             retention_ms: None,
             metadata: request.metadata,
         };
@@ -176,11 +187,15 @@ impl Networks {
         self.give(host, &mut turn, record, &request).await.map(drop)
     }
 
-    /// Takes the MAC address, the ports and the subnets that are wanted from NICs that have just gone, if they still have them.
+    /// Takes the MAC address, the ports, the subnets and the floating addresses that are wanted from NICs that have just gone, if they still have them.
     async fn free(&self, host: Ports<'_>, turn: &mut Filter, network: &str, request: &Request<'_>) {
         let has = |record: &NetworkRecord| others_with_mac(record, request).next().is_some();
         let has_mac = self.registry.lock().get(network).is_some_and(has);
-        if has_mac || self.no_port_clash(request).is_err() || self.no_subnet_of_others(request).is_err() {
+        if has_mac
+            || self.no_port_clash(request).is_err()
+            || self.no_subnet_of_others(request).is_err()
+            || self.no_floating_of_others(request).is_err()
+        {
             self.drop_gone(host, turn).await;
         }
     }
@@ -189,7 +204,10 @@ impl Networks {
     fn vacated(&self, uid: &[u8], lease: &LeaseRecord, times: (u64, u64)) -> Vec<NetworkRecord> {
         let networks = self.registry.lock();
         let loses = |other: &LeaseRecord| {
-            loses_tap(other, lease) || loses_ports(other, lease) || loses_subnets(other, lease)
+            loses_tap(other, lease)
+                || loses_ports(other, lease)
+                || loses_subnets(other, lease)
+                || loses_floating(other, lease)
         };
         let changed = networks
             .records()
@@ -375,8 +393,8 @@ fn in_words(port: &PortRecord) -> String {
     )
 }
 
-/// Takes the tap, the ports and the subnets of the lease `new` from other NICs. A NIC that was behind its tap releases its address: it would be held to that address as
-/// well, until the daemon notices that it is gone. Other NICs of the VM give up the ports and the subnets.
+/// Takes the tap, the ports, the subnets and the floating addresses of the lease `new` from other NICs. A NIC that was behind its tap releases its address: it would be held to that address as
+/// well, until the daemon notices that it is gone. Other NICs of the VM give up the others.
 fn vacate(record: &mut NetworkRecord, new: &LeaseRecord, (now_ms, retention_ms): (u64, u64)) {
     for lease in &mut record.leases {
         if loses_ports(lease, new) {
@@ -391,6 +409,9 @@ fn vacate(record: &mut NetworkRecord, new: &LeaseRecord, (now_ms, retention_ms):
                 subnet.is_ok_and(|subnet| new.iter().any(|new| new.overlaps(subnet)))
             };
             lease.subnets.retain(|text| !is_lost(text));
+        }
+        if loses_floating(lease, new) {
+            lease.floating.retain(|floating| !floats(new, &floating.address));
         }
         if loses_tap(lease, new) {
             lease.release(now_ms, retention_ms);
@@ -414,6 +435,15 @@ fn loses_subnets(lease: &LeaseRecord, new: &LeaseRecord) -> bool {
     lease.vm == new.vm
         && lease.nic != new.nic
         && routes::subnets(lease).any(|subnet| routes::subnets(new).any(|new| new.overlaps(subnet)))
+}
+
+fn floats(lease: &LeaseRecord, address: &str) -> bool {
+    lease.floating.iter().any(|floating| floating.address == address)
+}
+
+fn loses_floating(lease: &LeaseRecord, new: &LeaseRecord) -> bool {
+    let mut floating = lease.floating.iter();
+    lease.vm == new.vm && lease.nic != new.nic && floating.any(|floating| floats(new, &floating.address))
 }
 
 #[cfg(test)]

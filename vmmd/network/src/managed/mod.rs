@@ -16,6 +16,7 @@ mod decline;
 mod describe;
 mod filter;
 mod firewall;
+pub(crate) mod floating;
 pub(crate) mod helper;
 mod lease;
 mod listening;

@@ -16,6 +16,22 @@ pub struct Obstacle {
     table: String,
     chain: String,
     hook: Hook,
+    manager: Manager,
+}
+
+/// Program whose commands change the rules of a chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Manager {
+    /// It opens zones, which have interfaces.
+    Firewalld,
+    /// It loads its own rules at each start.
+    Ufw,
+    /// It keeps the rules of others in the chain `DOCKER-USER` alone.
+    Docker,
+    /// The chain is a built-in one of iptables.
+    Iptables,
+    /// No program is known.
+    Nft,
 }
 
 /// Packets that a chain is for.
@@ -31,7 +47,7 @@ pub enum Hook {
 pub async fn find() -> io::Result<Vec<Obstacle>> {
     let chains = nft::list(&["chains"]).await?;
     let mut found = Vec::new();
-    for (obstacle, drops) in candidates(&chains) {
+    for (mut obstacle, drops) in candidates(&chains) {
         let Obstacle {
             family, table, chain, ..
         } = &obstacle;
@@ -42,6 +58,7 @@ pub async fn find() -> io::Result<Vec<Obstacle>> {
         // The rule that lets guests pass may be in any chain of the table.
         let table = nft::list(&["table", family, table]).await?;
         if !names_bridges(&table) {
+            obstacle.manager = manager(&obstacle, &table);
             found.push(obstacle);
         }
     }
@@ -64,10 +81,26 @@ fn candidates(listed: &Value) -> Vec<(Obstacle, bool)> {
             table: table.to_owned(),
             chain: text("name")?.to_owned(),
             hook,
+            manager: Manager::Nft,
         };
         (is_other && text("type") == Some("filter")).then(|| (obstacle, text("policy") == Some("drop")))
     });
     chains.collect()
+}
+
+/// The program that manages a chain of the listed table.
+fn manager(obstacle: &Obstacle, listed: &Value) -> Manager {
+    let has = |names: &[&str]| {
+        let mut chains = objects(listed, "chain").filter_map(|chain| chain.get("name")?.as_str());
+        chains.any(|chain| names.contains(&chain))
+    };
+    match (obstacle.table.as_str(), obstacle.chain.as_str()) {
+        ("firewalld", _) => Manager::Firewalld,
+        (_, "INPUT" | "FORWARD") if has(&["ufw-user-input", "ufw6-user-input"]) => Manager::Ufw,
+        (_, "FORWARD") if has(&["DOCKER-USER"]) => Manager::Docker,
+        (_, "INPUT" | "FORWARD") => Manager::Iptables,
+        _ => Manager::Nft,
+    }
 }
 
 /// Whether the last rule of a chain drops all packets that come to it.
@@ -121,6 +154,7 @@ impl fmt::Display for Obstacle {
             table,
             chain,
             hook,
+            ..
         } = self;
         let packets = match hook {
             Hook::Input => "DHCP and names of guests",
@@ -131,20 +165,29 @@ impl fmt::Display for Obstacle {
             "the chain \"{chain}\" of the table \"{family} {table}\" drops {packets}: add "
         )?;
         let program = if family == "ip6" { "ip6tables" } else { "iptables" };
-        match (table.as_str(), chain.as_str(), hook) {
-            ("firewalld", _, _) => f.write_str(
-                "the bridge to a zone (firewall-cmd --permanent --zone=trusted --add-interface=vmb...)",
+        match (self.manager, hook) {
+            (Manager::Firewalld, _) => f.write_str(
+                "the bridges to a zone (firewall-cmd --permanent --zone=trusted --add-interface=vmb+; firewall-cmd --reload)",
             ),
-            (_, "INPUT", _) => write!(f, "a rule ({program} -I INPUT -i vmb+ -j ACCEPT)"),
-            (_, "FORWARD", _) => write!(
-                f,
-                "rules ({program} -I FORWARD -i vmb+ -j ACCEPT; {program} -I FORWARD -o vmb+ -j ACCEPT)"
-            ),
-            (_, _, Hook::Input) => write!(
+            (Manager::Ufw, Hook::Input) => f.write_str("a rule (ufw allow in on vmb+)"),
+            (Manager::Ufw, Hook::Forward) => {
+                f.write_str("rules (ufw route allow in on vmb+; ufw route allow out on vmb+)")
+            }
+            (Manager::Docker | Manager::Iptables, Hook::Input) => {
+                write!(f, "a rule ({program} -I INPUT -i vmb+ -j ACCEPT)")
+            }
+            (Manager::Docker | Manager::Iptables, Hook::Forward) => {
+                let chain = if self.manager == Manager::Docker { "DOCKER-USER" } else { "FORWARD" };
+                write!(
+                    f,
+                    "rules ({program} -I {chain} -i vmb+ -j ACCEPT; {program} -I {chain} -o vmb+ -j ACCEPT)"
+                )
+            }
+            (Manager::Nft, Hook::Input) => write!(
                 f,
                 "a rule (nft insert rule {family} {table} {chain} iifname \"vmb*\" accept)"
             ),
-            (_, _, Hook::Forward) => write!(
+            (Manager::Nft, Hook::Forward) => write!(
                 f,
                 "rules (nft insert rule {family} {table} {chain} iifname \"vmb*\" accept; \
                  nft insert rule {family} {table} {chain} oifname \"vmb*\" accept)"
@@ -210,15 +253,16 @@ mod tests {
 
     #[test]
     fn warning_has_the_rule_to_add() {
-        let obstacle = |table: &str, chain: &str, hook| Obstacle {
+        let obstacle = |table: &str, chain: &str, hook, manager| Obstacle {
             family: "inet".into(),
             table: table.into(),
             chain: chain.into(),
             hook,
+            manager,
         };
         let all = [
-            obstacle("fw", "in", Hook::Input),
-            obstacle("filter", "FORWARD", Hook::Forward),
+            obstacle("fw", "in", Hook::Input, Manager::Nft),
+            obstacle("filter", "FORWARD", Hook::Forward, Manager::Iptables),
         ];
         let text = warning(&all, false, [true, false]);
         assert!(
@@ -229,17 +273,32 @@ mod tests {
         assert!(!warning(&all, true, [true, false]).contains("FORWARD"));
         let six = Obstacle {
             family: "ip6".into(),
-            ..obstacle("filter", "INPUT", Hook::Input)
+            ..obstacle("filter", "INPUT", Hook::Input, Manager::Iptables)
         };
         assert_eq!(warning(std::slice::from_ref(&six), false, [true, false]), "");
         assert!(warning(&[six], false, [false, true]).contains("ip6tables -I INPUT"));
-        assert!(
-            warning(
-                &[obstacle("firewalld", "filter_INPUT", Hook::Input)],
-                true,
-                [true, false]
-            )
-            .contains("firewall-cmd")
-        );
+        let zones = obstacle("firewalld", "filter_INPUT", Hook::Input, Manager::Firewalld);
+        assert!(warning(&[zones], true, [true, false]).contains("firewall-cmd"));
+    }
+
+    #[test]
+    fn chains_of_a_table_show_its_manager() {
+        let of = |table: &str, chain: &str, chains: &[&str]| {
+            let obstacle = Obstacle {
+                family: "ip".into(),
+                table: table.into(),
+                chain: chain.into(),
+                hook: Hook::Forward,
+                manager: Manager::Nft,
+            };
+            let listed = chains.iter().map(|name| json!({"chain": {"name": name}}));
+            manager(&obstacle, &json!({"nftables": listed.collect::<Vec<_>>()}))
+        };
+        assert_eq!(of("firewalld", "filter_FORWARD", &[]), Manager::Firewalld);
+        let both = ["FORWARD", "DOCKER-USER", "ufw-user-input"];
+        assert_eq!(of("filter", "FORWARD", &both), Manager::Ufw);
+        assert_eq!(of("filter", "FORWARD", &both[..2]), Manager::Docker);
+        assert_eq!(of("filter", "INPUT", &both[..2]), Manager::Iptables);
+        assert_eq!(of("fw", "through", &both), Manager::Nft);
     }
 }

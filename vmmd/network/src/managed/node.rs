@@ -24,7 +24,7 @@ use super::{
     Links, NetworkState, Networks, Ports, bridge, bridge_mac, decline,
     describe::{failed, tell},
     filter::Filter,
-    folder,
+    floating, folder,
     helper::{self, Served},
     neighbors::{self, Obstacle},
     plan::{self, Found, Step, Wanted},
@@ -69,7 +69,7 @@ impl Networks {
         }
     }
 
-    /// Takes from NICs that are gone their addresses, rules and ports.
+    /// Takes from NICs that are gone their addresses, rules and ports, and lets floating addresses follow the runs of VMs.
     pub async fn forget_gone(&self, host: Ports<'_>) {
         let mut filter = self.turn.lock().await;
         self.drop_gone(host, &mut filter).await;
@@ -110,10 +110,14 @@ impl Networks {
         let is_gone = |record: &NetworkRecord, lease: &LeaseRecord| {
             lease.released_ms == 0 && !is_used(&vms, &record.name, lease)
         };
+        let follows = |lease: &mut LeaseRecord| {
+            !lease.floating.is_empty() && vm_of(&vms, lease).is_some_and(|vm| floating::follow(lease, vm))
+        };
         let networks = self.registry.lock();
         let changes = |record: &&NetworkRecord| {
             let mut leases = record.leases.iter();
-            leases.any(|lease| !lease.counts(now) || is_gone(record, lease))
+            let floats = |lease: &LeaseRecord| follows(&mut lease.clone());
+            leases.any(|lease| !lease.counts(now) || is_gone(record, lease) || floats(lease))
         };
         let mut changed: Vec<_> = networks.records().filter(changes).cloned().collect();
         for record in &mut changed {
@@ -121,6 +125,9 @@ impl Networks {
             leases.retain(|lease| lease.counts(now));
             for lease in leases.iter_mut().filter(|lease| is_gone(record, lease)) {
                 lease.release(now, host.retention_ms);
+            }
+            for lease in &mut leases {
+                follows(lease);
             }
             record.leases = leases;
         }
@@ -164,6 +171,16 @@ impl Networks {
                 ),
                 Ok(false) => {}
                 Err(error) => drop(problems.insert(uid, failed(&error))),
+            }
+        }
+        let floating = || all.iter().filter(|record| floating::has_active(record));
+        match self.set_proxies(host, &mut filter.proxies, only.is_none()).await {
+            Ok(true) => repairs.networks.extend(
+                floating().map(|record| (record.clone(), "the node did not answer for floating addresses")),
+            ),
+            Ok(false) => {}
+            Err(error) => {
+                problems.extend(floating().map(|record| (record.uid.clone(), failed(&error))));
             }
         }
         let mut unguarded = guard_all(host, filter, &all, |uid| only.is_none() || made.contains(uid)).await;
@@ -608,6 +625,7 @@ pub(super) fn port(network: &rules::Network, lease: &LeaseRecord) -> Option<Port
         published: lease.ports.iter().filter_map(PortRecord::valid).collect(),
         firewall: firewall(lease),
         subnets: routes::subnets(lease).collect(),
+        floating: floating::active(lease).collect(),
         groups: lease.groups.clone(),
         metadata: lease.metadata,
     })
@@ -633,13 +651,18 @@ fn firewall(lease: &LeaseRecord) -> Firewall {
 
 /// Whether the NIC that has a lease is in its VM's spec, or in the VM as it runs. `vms` are those of the node, by UUID.
 fn is_used(vms: &HashMap<&str, &v1::Vm>, network: &str, lease: &LeaseRecord) -> bool {
-    let uid = Uuid::from_slice(&lease.vm).unwrap_or_default().to_string();
-    match vms.get(uid.as_str()) {
+    match vm_of(vms, lease) {
         None => false,
         // A VM with an unreadable record keeps its leases.
         Some(vm) if vm.spec.is_none() => true,
         Some(vm) => nics_in(vm, network).any(|nic| nic == lease.nic),
     }
+}
+
+/// The VM with a lease.
+fn vm_of<'a>(vms: &HashMap<&str, &'a v1::Vm>, lease: &LeaseRecord) -> Option<&'a v1::Vm> {
+    let uid = Uuid::from_slice(&lease.vm).unwrap_or_default().to_string();
+    vms.get(uid.as_str()).copied()
 }
 
 /// Names of the NICs that a VM has in a network: those of its spec, and those of its machine while it runs.

@@ -1,4 +1,4 @@
-//! Routes of the node to subnets behind guests: over the network's bridge, by way of the guest's address.
+//! Routes of the node to subnets behind guests, and to their floating addresses: over the network's bridge, by way of the guest's address.
 //!
 //! The routes of a network follow from its record. They have a routing protocol of their own, by which they differ from routes of
 //! an administrator on the same bridge, which stay.
@@ -9,6 +9,7 @@ use std::{
     net::IpAddr,
 };
 
+use uuid::Uuid;
 use vmmd_host::failure::Failure;
 use vmmd_spec::{
     firewall::Addresses,
@@ -17,7 +18,7 @@ use vmmd_spec::{
 use vmmd_store::{LeaseRecord, NetworkRecord};
 
 use super::{
-    Networks, Ports, Request, bridge,
+    Networks, Ports, Request, bridge, floating,
     overlap::{Range, overlap},
     spec_of,
 };
@@ -40,9 +41,15 @@ pub fn subnets(lease: &LeaseRecord) -> impl Iterator<Item = Addresses> {
     live.filter_map(|text| text.parse().ok())
 }
 
+/// Destinations that lead to the guest with a lease. A route to a floating address lets the node answer for the address on another
+/// interface.
+fn destinations(lease: &LeaseRecord) -> impl Iterator<Item = Addresses> {
+    subnets(lease).chain(floating::active(lease).map(Addresses::from))
+}
+
 /// Routes that a record requires.
 fn wanted(record: &NetworkRecord) -> BTreeSet<Route> {
-    let is_router = |lease: &&LeaseRecord| subnets(lease).next().is_some();
+    let is_router = |lease: &&LeaseRecord| destinations(lease).next().is_some();
     let mut routers = record.leases.iter().filter(is_router).peekable();
     if record.leaving || routers.peek().is_none() {
         return BTreeSet::new();
@@ -53,7 +60,7 @@ fn wanted(record: &NetworkRecord) -> BTreeSet<Route> {
             .zip(LeaseRecord::mac(lease))
             .map(|(net, mac)| net.of(mac).into());
         let own4 = lease.ip().map(IpAddr::from);
-        subnets(lease).filter_map(move |to| {
+        destinations(lease).filter_map(move |to| {
             let via = if to.first.is_ipv6() { own6 } else { own4 };
             Some(Route { to, via: via? })
         })
@@ -239,21 +246,27 @@ impl Networks {
         if wanted.is_empty() {
             return Ok(());
         }
-        let networks = self.registry.lock();
-        let vm = request.vm.0.as_bytes();
-        let others = networks.records().flat_map(|record| {
-            let leases = record.leases.iter().filter(|lease| lease.vm != vm);
-            ranges(record).into_iter().chain(leases.flat_map(behind))
-        });
-        for (range, words) in others {
-            if let Some(subnet) = wanted.iter().find(|subnet| overlap(**subnet, range)) {
-                return Err(overlaps(request.nic, *subnet, &words));
-            }
+        match self.of_others(request.vm.0, &wanted) {
+            Some((subnet, other)) => Err(overlaps(request.nic, subnet, &other)),
+            None => Ok(()),
         }
-        Ok(())
     }
 
-    /// The first of the ranges that overlaps with a subnet behind a guest: the range, and the words for that subnet.
+    /// The first of the ranges that overlaps with a network, or with addresses that lead to a guest of another VM: the range, and the words
+    /// for the other one.
+    pub(super) fn of_others(&self, vm: Uuid, wanted: &[Range]) -> Option<(Range, String)> {
+        let networks = self.registry.lock();
+        let others = networks.records().flat_map(|record| {
+            let leases = record.leases.iter().filter(|lease| lease.vm != vm.as_bytes());
+            ranges(record).into_iter().chain(leases.flat_map(behind))
+        });
+        others.into_iter().find_map(|(range, words)| {
+            let mut wanted = wanted.iter();
+            Some((*wanted.find(|wanted| overlap(**wanted, range))?, words))
+        })
+    }
+
+    /// The first of the ranges that overlaps with addresses that lead to a guest: the range, and the words for the other one.
     pub(super) fn behind_guests(&self, wanted: &[Range]) -> Option<(Range, String)> {
         let networks = self.registry.lock();
         let leases = networks.records().flat_map(|record| &record.leases);
@@ -284,14 +297,15 @@ fn ranges(record: &NetworkRecord) -> Vec<Named> {
     net4.into_iter().chain(net6).map(named).collect()
 }
 
-/// The subnets behind the guest with a lease.
+/// The subnets behind the guest with a lease, and its floating addresses.
 fn behind(lease: &LeaseRecord) -> impl Iterator<Item = Named> {
-    subnets(lease).map(|subnet| {
-        let words = format!(
-            "{subnet} behind NIC \"{}\" of VM \"{}\"",
-            lease.nic, lease.vm_name
-        );
-        ((subnet.first, subnet.prefix), words)
+    let owner = format!("NIC \"{}\" of VM \"{}\"", lease.nic, lease.vm_name);
+    let subnets = subnets(lease).map(|subnet| (subnet, format!("{subnet} behind")));
+    let floating =
+        floating::owned(lease).map(|address| (address.into(), format!("{address}, a floating address of")));
+    let all = subnets.chain(floating);
+    all.map(move |(range, words): (Addresses, String)| {
+        ((range.first, range.prefix), format!("{words} {owner}"))
     })
 }
 

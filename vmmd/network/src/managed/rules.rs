@@ -7,7 +7,7 @@
 //!   networks that are not routed.
 //! - *input*: traffic from guests to the node itself: DHCP, and DNS queries and pings of the
 //!   gateway.
-//! - *source*, *published*, *local*: address translation. Connections to the metadata service of
+//! - *source*, *published*, *local*: address translation, also that of floating addresses. Connections to the metadata service of
 //!   guests that may use it lead to the helper of their network.
 //! - *egress*, *ingress* (of the bridge): the connections that a guest with a firewall may open,
 //!   and that others may open to it ([`firewall`]).
@@ -75,6 +75,8 @@ pub struct Port {
     pub firewall: Firewall,
     /// Subnets behind its guest.
     pub subnets: Vec<Addresses>,
+    /// Floating addresses that lead to its guest.
+    pub floating: Vec<IpAddr>,
     /// Names of its security groups.
     pub groups: Vec<String>,
     /// Its guest may use the metadata service.
@@ -203,6 +205,7 @@ impl Network {
             }
             if self.mode == NetworkMode::Nat {
                 translate(address, &port.published, &mut all);
+                float(address, &port.floating, &mut all);
             }
         }
         for subnet in &port.subnets {
@@ -244,6 +247,35 @@ fn translate(address: IpAddr, ports: &[PublishedPort], all: &mut Vec<Element>) {
         all.push(with(Family::Inet, map, key, data));
         let key = vec![protocol(), Field::Ip(address), guest()];
         all.push(plain(Family::Inet, target, key));
+    }
+}
+
+/// Elements of the floating addresses of a guest's address. Connections of the guest to the outside have the first one.
+fn float(address: IpAddr, floating: &[IpAddr], all: &mut Vec<Element>) {
+    let [leads, sender, pair] = match address {
+        IpAddr::V4(_) => ["floating4", "sender4", "floated4"],
+        IpAddr::V6(_) => ["floating6", "sender6", "floated6"],
+    };
+    let own = floating
+        .iter()
+        .filter(|other| other.is_ipv6() == address.is_ipv6());
+    for (number, floating) in own.enumerate() {
+        let (guest, floating) = (|| Field::Ip(address), || Field::Ip(*floating));
+        all.push(with(
+            Family::Inet,
+            leads,
+            vec![floating()],
+            Data::Fields(vec![guest()]),
+        ));
+        all.push(plain(Family::Inet, pair, vec![floating(), guest()]));
+        if number == 0 {
+            all.push(with(
+                Family::Inet,
+                sender,
+                vec![guest()],
+                Data::Fields(vec![floating()]),
+            ));
+        }
     }
 }
 

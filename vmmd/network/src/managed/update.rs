@@ -108,6 +108,15 @@ impl Networks {
             );
             return Err(Failure::precondition("PORTS_PUBLISHED", message));
         }
+        if valid.mode != NetworkMode::Nat
+            && let Some(lease) = record.leases.iter().find(|lease| !lease.floating.is_empty())
+        {
+            let message = format!(
+                "NIC \"{}\" of VM \"{}\" has floating addresses, which only the mode NAT has: take them from the NIC first",
+                lease.nic, lease.vm_name
+            );
+            return Err(Failure::precondition("ADDRESSES_FLOATING", message));
+        }
         let mut leases = record.leases.iter();
         if valid.mode == NetworkMode::Isolated
             && let Some(lease) = leases.find(|lease| routes::subnets(lease).next().is_some())

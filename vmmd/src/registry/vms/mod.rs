@@ -25,7 +25,7 @@ pub struct Vms {
     pub registry: Registry<VmKind>,
     /// Some name or pod is not reserved any more.
     released: Notify,
-    /// Some NIC is gone, or a VM that had some.
+    /// Some NIC is gone, or a VM that had some, or floating addresses of a VM begin or end.
     nics_gone: Notify,
 }
 
@@ -274,14 +274,17 @@ impl Vms {
     pub fn publish(&self, publisher: &watch::Sender<Arc<v1::Vm>>, state: &Arc<v1::Vm>) {
         let mut vms = self.registry.lock();
         let before = publisher.send_replace(Arc::clone(state));
-        if !nics(&before).is_subset(&nics(state)) {
+        let floats = vmmd_network::floats(state);
+        if !nics(&before).is_subset(&nics(state))
+            || floats.is_some() && floats != vmmd_network::floats(&before)
+        {
             self.nics_gone.notify_one();
         }
         let name = state.metadata.as_ref().map_or("", |metadata| &metadata.name);
         vms.change(name, |record, _| record.vm = Arc::clone(state));
     }
 
-    /// Waits until a NIC is gone since this was last waited for, of a VM or with it.
+    /// Waits until a NIC is gone since this was last waited for, of a VM or with it, or until floating addresses begin or end.
     pub async fn nic_gone(&self) {
         self.nics_gone.notified().await;
     }

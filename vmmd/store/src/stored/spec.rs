@@ -495,6 +495,8 @@ stored! {
         routed_subnets: Vec<String>,
         #[prost(string, repeated, tag = "25")]
         security_groups: Vec<String>,
+        #[prost(string, repeated, tag = "26")]
+        floating_addresses: Vec<String>,
         #[prost(bool, tag = "27")]
         metadata: bool,
     }

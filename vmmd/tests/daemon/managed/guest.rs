@@ -63,6 +63,45 @@ pub fn world(node: &Namespace) -> Namespace {
     namespace
 }
 
+/// Answers each datagram to port 7100 of these addresses with the address of its sender.
+pub fn mirror(namespace: &Namespace, addresses: &[&str]) -> Program {
+    let program = r#"
+import select, socket, sys
+sockets = []
+for address in sys.argv[1:]:
+    s = socket.socket(socket.AF_INET6 if ':' in address else socket.AF_INET, socket.SOCK_DGRAM)
+    s.bind((address, 7100))
+    sockets.append(s)
+print('ready', flush=True)
+while True:
+    for s in select.select(sockets, [], [])[0]:
+        _, client = s.recvfrom(2000)
+        s.sendto(client[0].encode(), client)
+"#;
+    Program::start(namespace.python(program).args(addresses))
+}
+
+/// The address that the mirror at `to` sees of a sender with the address `from`; "none" without an answer.
+pub fn seen_by(namespace: &Namespace, from: &str, to: &str) -> String {
+    let program = r#"
+import socket, sys
+source, to = sys.argv[1:]
+s = socket.socket(socket.AF_INET6 if ':' in to else socket.AF_INET, socket.SOCK_DGRAM)
+s.bind((source, 0))
+s.settimeout(1)
+for _ in range(5):
+    try:
+        s.sendto(b'who', (to, 7100))
+        sys.exit(print(s.recv(2000).decode()))
+    except TimeoutError:
+        pass
+print('none')
+"#;
+    let output = namespace.python(program).args([from, to]).output().unwrap();
+    assert!(output.stderr.is_empty(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
+}
+
 /// Options of a message of DHCP.
 fn options(message: &[u8]) -> BTreeMap<u8, Vec<u8>> {
     let (mut rest, mut options) = (&message[240..], BTreeMap::new());
@@ -209,15 +248,20 @@ impl NameServer {
 import socket, struct, threading
 s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 s.bind(('', 53))
-# By TCP an answer has 500 addresses.
+# By TCP an answer has 500 addresses, and by UDP one. Only that for names below "long" is marked as truncated.
 def serve():
     while True:
         c, _ = listener.accept()
         query = c.recv(2000)[2:]
         c.sendall(b''.join((lambda m: (struct.pack('!H', len(m)), m))(answer(query, 500))))
 def answer(query, count):
-    head = query[:2] + bytes([0x81, 0x80, 0, 1]) + struct.pack('!HHH', count, 0, 0)
-    return head + query[12:] + bytes([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 192, 0, 2, 7]) * count
+    question = query[12:query.index(0, 12) + 5]
+    truncated = 2 if count == 1 and question.startswith(b'\x04long') else 0
+    # EDNS, for a client that has it (RFC 6891, 6.1.1).
+    extended = bytes([0, 0, 41, 4, 0xd0, 0, 0, 0, 0, 0, 0]) if query[11] else b''
+    head = query[:2] + bytes([0x81 | truncated, 0x80, 0, 1]) + struct.pack('!HHH', count, 0, query[11])
+    records = (bytes([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4]) + struct.pack('!I', 0xc0000207 + i) for i in range(count))
+    return head + question + b''.join(records) + extended
 listener = socket.create_server(('', 53))
 threading.Thread(target=serve, daemon=True).start()
 print('ready', flush=True)

@@ -1,7 +1,7 @@
 //! Subnets behind guests.
 
 use super::{
-    guest::{Program, world},
+    guest::{mirror, seen_by, world},
     *,
 };
 
@@ -29,45 +29,6 @@ fn behind(guest: &Guest, addresses: &[&str]) {
         let nodad = if address.contains(':') { " nodad" } else { "" };
         guest.namespace.ip(&format!("addr add {address} dev lo{nodad}"));
     }
-}
-
-/// Answers each datagram to port 7100 of these addresses with the address of its sender.
-fn mirror(namespace: &Namespace, addresses: &[&str]) -> Program {
-    let program = r#"
-import select, socket, sys
-sockets = []
-for address in sys.argv[1:]:
-    s = socket.socket(socket.AF_INET6 if ':' in address else socket.AF_INET, socket.SOCK_DGRAM)
-    s.bind((address, 7100))
-    sockets.append(s)
-print('ready', flush=True)
-while True:
-    for s in select.select(sockets, [], [])[0]:
-        _, client = s.recvfrom(2000)
-        s.sendto(client[0].encode(), client)
-"#;
-    Program::start(namespace.python(program).args(addresses))
-}
-
-/// The address that the mirror at `to` sees of a sender with the address `from`; "none" without an answer.
-fn seen_by(namespace: &Namespace, from: &str, to: &str) -> String {
-    let program = r#"
-import socket, sys
-source, to = sys.argv[1:]
-s = socket.socket(socket.AF_INET6 if ':' in to else socket.AF_INET, socket.SOCK_DGRAM)
-s.bind((source, 0))
-s.settimeout(1)
-for _ in range(5):
-    try:
-        s.sendto(b'who', (to, 7100))
-        sys.exit(print(s.recv(2000).decode()))
-    except TimeoutError:
-        pass
-print('none')
-"#;
-    let output = namespace.python(program).args([from, to]).output().unwrap();
-    assert!(output.stderr.is_empty(), "{output:?}");
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
 #[tokio::test]

@@ -26,6 +26,7 @@ fn port(address6: Option<Ipv6Addr>) -> Port {
         }],
         firewall: Firewall::default(),
         subnets: Vec::new(),
+        floating: Vec::new(),
         groups: Vec::new(),
         metadata: false,
     }
@@ -73,6 +74,37 @@ fn port_of_an_address_of_the_node_is_of_its_family() {
     let names: Vec<_> = translated.map(|element| element.set.1).collect();
     let expected = ["inside4", "nat4", "bound4", "target4", "inside6", "nat6"];
     assert_eq!(names, expected);
+}
+
+#[test]
+fn floating_addresses_lead_to_the_address_of_their_family() {
+    let net: Ipv6Net = "fd00:80::/64".parse().unwrap();
+    let mut port = port(Some(net.of("52:54:00:00:00:01".parse().unwrap())));
+    port.published.clear();
+    port.floating = ["192.0.2.7", "192.0.2.8", "2001:db8::7"]
+        .map(|text| text.parse().unwrap())
+        .to_vec();
+    let of = |mode| {
+        let elements = lines(&network(mode).elements_of(&port));
+        let floats = elements
+            .into_iter()
+            .filter(|line| line.starts_with("float") || line.starts_with("sender"));
+        floats.collect::<Vec<_>>()
+    };
+    assert_eq!(
+        of(NetworkMode::Nat),
+        [
+            "floating4 192.0.2.7 : 10.80.0.2",
+            "floated4 192.0.2.7 . 10.80.0.2",
+            "sender4 10.80.0.2 : 192.0.2.7",
+            "floating4 192.0.2.8 : 10.80.0.2",
+            "floated4 192.0.2.8 . 10.80.0.2",
+            "floating6 2001:db8::7 : fd00:80::5054:ff:fe00:1",
+            "floated6 2001:db8::7 . fd00:80::5054:ff:fe00:1",
+            "sender6 fd00:80::5054:ff:fe00:1 : 2001:db8::7",
+        ]
+    );
+    assert_eq!(of(NetworkMode::Routed), Vec::<String>::new());
 }
 
 #[test]

@@ -96,7 +96,13 @@ pub enum Live {
 const MEDIUM: [&str; 5] = ["path", "disk", "podVolume", "format", "beneath"];
 
 /// Fields of a NIC that [`Live::NicAccess`] covers.
-const ACCESS: [&str; 4] = ["publishedPorts", "firewall", "routedSubnets", "securityGroups"];
+const ACCESS: [&str; 5] = [
+    "publishedPorts",
+    "firewall",
+    "routedSubnets",
+    "floatingAddresses",
+    "securityGroups",
+];
 
 /// Messages without required fields that a machine has or does not have. For other messages an empty one and none are the same.
 const PRESENT: [&str; 5] = [
@@ -497,6 +503,7 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
                         nic.published_ports.clone_from(&wanted.published_ports);
                         nic.firewall.clone_from(&wanted.firewall);
                         nic.routed_subnets.clone_from(&wanted.routed_subnets);
+                        nic.floating_addresses.clone_from(&wanted.floating_addresses);
                         nic.security_groups.clone_from(&wanted.security_groups);
                     }
                     _ => nic.transmit_limit = wanted.transmit_limit,
