@@ -21,6 +21,7 @@ pub fn processor(processor: &Processor, features: Vec<String>) -> Option<vmm::Pr
         model: processor.model.name().to_owned(),
         features,
         without: processor.remove.iter().map(|name| (*name).to_owned()).collect(),
+        hyperv: processor.hyperv,
     })
 }
 

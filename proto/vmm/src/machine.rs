@@ -117,6 +117,8 @@ pub struct Processor {
     pub features: Vec<&'static str>,
     /// With [`Model::Host`]: features that the guest does not have.
     pub without: Vec<&'static str>,
+    /// It has Hyper-V's interface.
+    pub hyperv: bool,
 }
 
 /// How the guest of a machine begins.
@@ -426,6 +428,7 @@ fn processor(found: &mut Violations, wire: Option<&vmm::Processor>) -> Processor
         model,
         features: known("processor.features", &wire.features),
         without: known("processor.without", &wire.without),
+        hyperv: wire.hyperv,
     }
 }
 

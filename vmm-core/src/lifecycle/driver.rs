@@ -393,8 +393,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Notice::PowerOff => Next::End(exit_record(ExitKind::PowerOff, "the guest powered off"), None),
             Notice::Reset => self.reset(ResetCause::Guest),
             Notice::TripleFault(message) if !self.stops_on_crash => self.reset(ResetCause::Crash(message)),
-            Notice::GuestPanicked => {
-                self.guest_panicked();
+            Notice::GuestPanicked(parameters) => {
+                self.guest_panicked(parameters.as_ref().map_or(&[], |them| them));
                 Next::GoOn
             }
             Notice::PanicPrinted { printed } => {

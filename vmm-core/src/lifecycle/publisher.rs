@@ -126,9 +126,9 @@ impl<A: Audience> Publisher<A> {
     }
 
     /// The guest's kernel panicked.
-    pub fn guest_panicked(&mut self) {
+    pub fn guest_panicked(&mut self, parameters: Vec<u64>) {
         self.status.panicked = true;
-        self.send(Kind::GuestPanicked(GuestPanicked {}));
+        self.send(Kind::GuestPanicked(GuestPanicked { parameters }));
     }
 
     /// A device had an error.

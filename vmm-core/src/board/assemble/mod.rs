@@ -572,7 +572,7 @@ impl Assembly {
             }),
             report: Box::new(move |report| {
                 // A panicking kernel can say so any number of times.
-                let again = matches!(report.kind, ReportKind::GuestPanicked)
+                let again = matches!(report.kind, ReportKind::GuestPanicked(_))
                     && panicked.swap(true, Ordering::Relaxed);
                 if !again {
                     notifier.notify(notice(&report));
@@ -766,7 +766,7 @@ fn notice(report: &Report) -> Notice {
     match &report.kind {
         ReportKind::Reset => Notice::Reset,
         ReportKind::PowerOff => Notice::PowerOff,
-        ReportKind::GuestPanicked => Notice::GuestPanicked,
+        ReportKind::GuestPanicked(parameters) => Notice::GuestPanicked(*parameters),
         ReportKind::Crashed(crash) if crash.is_host_unusable() => Notice::VmmFailed(crash.to_string()),
         ReportKind::Crashed(crash @ Crash::TripleFault) => Notice::TripleFault(of_vcpu(crash)),
         ReportKind::Crashed(crash) => Notice::GuestCrashed(of_vcpu(crash)),

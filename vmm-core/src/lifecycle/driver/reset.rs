@@ -220,7 +220,7 @@ pub(super) fn is_of_the_guest(input: &Input) -> bool {
         Input::Notice(
             Notice::PowerOff
                 | Notice::Reset
-                | Notice::GuestPanicked
+                | Notice::GuestPanicked(_)
                 | Notice::PanicPrinted { .. }
                 | Notice::TripleFault(_)
                 | Notice::GuestCrashed(_)

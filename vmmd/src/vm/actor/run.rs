@@ -176,7 +176,7 @@ impl Actor {
                 self.take_state(&status);
             }
             if status.panicked && !self.asks_again {
-                self.on_panicked();
+                self.on_panicked(&[]);
             }
             self.publish();
         }
@@ -274,7 +274,7 @@ impl Actor {
                 self.tell_crash_reset(&reset.message);
                 self.publish_counts();
             }
-            Some(event::Kind::GuestPanicked(_)) => self.on_panicked(),
+            Some(event::Kind::GuestPanicked(panicked)) => self.on_panicked(&panicked.parameters),
             Some(event::Kind::ChannelsChanged(changed)) => {
                 // An answer that is on its way may be older.
                 self.asks_again |= self.asks_state;
@@ -436,7 +436,7 @@ impl Actor {
                     self.take_state(&status);
                 }
                 if status.panicked {
-                    self.on_panicked();
+                    self.on_panicked(&[]);
                 }
                 self.look();
                 let paused = status.state() == State::Paused;

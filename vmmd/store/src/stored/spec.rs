@@ -272,6 +272,8 @@ stored! {
         model: String,
         #[prost(message, optional, tag = "6")]
         features: Option<CpuFeatures>,
+        #[prost(bool, tag = "7")]
+        hyperv: bool,
     }
 }
 
