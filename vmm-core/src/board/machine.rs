@@ -133,6 +133,16 @@ impl Machine {
         Ok(())
     }
 
+    /// Sends a non-maskable interrupt to the vCPUs that take one.
+    fn inject_nmi(&mut self) -> Result<(), Failure> {
+        self.vcpus.stop()?;
+        let sent = self.vcpus.inject_nmi();
+        if !self.throttle.as_ref().is_some_and(Throttle::stands) {
+            self.vcpus.release()?;
+        }
+        Ok(sent?)
+    }
+
     /// Opens a connection of the socket device.
     fn open_vsock(&self, open: vmm::OpenVsock, socket: OwnedFd) -> Result<(), Failure> {
         let Some(host) = &self.vsock else {
@@ -389,6 +399,7 @@ impl lifecycle::Machine for Machine {
                 self.shares.set_backend(&set.name, socket)?;
             }
             Op::SetBalloon(set) => self.set_balloon(set.target_bytes)?,
+            Op::InjectNmi(_) => self.inject_nmi()?,
             Op::SendBreak(_) => self.serial.send_break(),
             Op::ResizeConsole(size) => self.resize_console(size)?,
             Op::OpenVsock(open) => {

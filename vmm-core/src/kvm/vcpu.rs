@@ -215,6 +215,25 @@ impl Vcpu {
         Ok(special.ss.dpl == 3)
     }
 
+    /// Sends a non-maskable interrupt, if the local APIC takes one at LINT1: the input that the ACPI tables name for it, and that a
+    /// system leaves open for the vCPUs that are to react.
+    pub fn inject_nmi(&self) -> Result<(), KvmError> {
+        /// Register of LINT1; its delivery mode NMI, and its mask (Intel SDM vol. 3, 12.5.1).
+        const LINT1: usize = 0x360;
+        const MODE: u32 = 0x700;
+        const MODE_NMI: u32 = 0x400;
+        const MASKED: u32 = 1 << 16;
+        let apic = self.fd.get_lapic().map_err(KvmError::ioctl("KVM_GET_LAPIC"))?;
+        let bytes = apic.regs.get(LINT1..).and_then(|rest| rest.first_chunk());
+        let entry = bytes.map_or(MASKED, |bytes| {
+            u32::from_le_bytes(bytes.map(std::ffi::c_char::cast_unsigned))
+        });
+        if entry & (MODE | MASKED) != MODE_NMI {
+            return Ok(());
+        }
+        self.fd.nmi().map_err(KvmError::ioctl("KVM_NMI"))
+    }
+
     /// Reports the stop to the guest, so that the guest's watchdogs do not trigger
     /// (`KVM_KVMCLOCK_CTRL`).
     pub fn note_pause(&self) {

@@ -339,6 +339,15 @@ impl Vcpus {
         Ok(lives)
     }
 
+    /// Sends a non-maskable interrupt to all, which are stopped, that take one at LINT1 of their local APIC.
+    pub fn inject_nmi(&mut self) -> Result<(), VcpuError> {
+        for (index, handle) in self.handles.iter().enumerate() {
+            let replied = handle.call(index, |parked| parked.vcpu.inject_nmi())?;
+            handle.receive(index, &replied)?;
+        }
+        Ok(())
+    }
+
     /// KVM's statistics of each vCPU, readable while it runs; none on kernels before 5.14.
     pub fn stats(&self) -> impl Iterator<Item = Option<&StatsReader>> {
         self.handles.iter().map(|handle| handle.stats.as_ref())

@@ -2,6 +2,7 @@
 //! emulates every instruction runs.
 
 mod hyperv;
+mod nmi;
 mod slots;
 mod state;
 

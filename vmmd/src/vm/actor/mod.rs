@@ -485,7 +485,7 @@ impl Actor {
             Request::Stop => Type::VmStop,
             Request::Restart => Type::VmRestart,
             Request::Delete { .. } => Type::VmDelete,
-            Request::Pause | Request::Resume | Request::Reset => {
+            Request::Pause | Request::Resume | Request::Reset | Request::Nmi => {
                 self.begin_change(life.request, life.reply);
                 return ControlFlow::Continue(());
             }

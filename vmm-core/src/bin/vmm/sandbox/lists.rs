@@ -116,6 +116,7 @@ static VCPU: &[Entry] = &[
             ]
         )
     ),
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x9a)])), // KVM_NMI
     entry!(SYS_ioctl, Low16(1, &[kvm(0x9e)])) // KVM_X86_SET_MCE
         .unseen("memory of the host fails that a guest uses"),
     // KVM_SET_USER_MEMORY_REGION, KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
