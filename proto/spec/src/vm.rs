@@ -19,7 +19,7 @@ use super::{
     name::Name,
     nic,
     pod::{self, PodUid},
-    policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
+    policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy, WatchdogAction},
     probe::Probes,
     resources::{self, CpuSet, MemoryOptions},
     share::{self, MAX_SHARES, Share},
@@ -112,6 +112,8 @@ pub struct VmSpec {
     pub tpm: bool,
     /// The socket device, if it has one.
     pub vsock: Option<Vsock>,
+    /// The watchdog's action, if it has a watchdog.
+    pub watchdog: Option<WatchdogAction>,
     /// Directories of the node in the order of the manifest. With any, its memory is shared.
     pub shares: Vec<Share>,
     /// Directory of the node where the daemon keeps files about the VM; absolute, without `..`.
@@ -348,6 +350,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         };
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         let vsock = spec.vsock.map(|wire| Vsock::new(&mut found, wire));
+        let watchdog = spec.watchdog.map(|wire| WatchdogAction::new(&mut found, wire));
         pod::one_network(&mut found, &spec.nics);
         let probes = Probes::new(&mut found, spec);
         metadata(&mut found, spec);
@@ -378,6 +381,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 guest_agent: spec.guest_agent.is_some(),
                 tpm: spec.tpm.is_some(),
                 vsock,
+                watchdog,
                 shares,
                 state_dir,
                 cloud_init,

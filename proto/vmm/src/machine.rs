@@ -88,6 +88,8 @@ pub struct Machine {
     pub tpm: Option<Tpm>,
     /// The socket device, if it has one.
     pub vsock: Option<Vsock>,
+    /// Slot of the watchdog, if it has one.
+    pub watchdog: Option<PciSlot>,
 }
 
 /// A socket device (AF_VSOCK).
@@ -389,6 +391,13 @@ impl Machine {
             tpm: spec.tpm.map(|wire| Tpm {
                 data: claims.fd("tpm.data_fd", wire.data_fd),
                 control: claims.fd("tpm.control_fd", wire.control_fd),
+            }),
+            watchdog: spec.watchdog.map(|wire| {
+                if vmm::WatchdogAction::try_from(wire.action).is_err() {
+                    let unknown = format_args!("unknown value {}", wire.action);
+                    claims.add("watchdog.action", unknown);
+                }
+                claims.slot("watchdog.pci_slot", wire.pci_slot)
             }),
             vsock: spec.vsock.map(|wire| {
                 vsock::cid(&mut claims.found, "vsock.cid", wire.cid);

@@ -152,6 +152,10 @@ pub enum Notice {
     /// The guest ejected something, or something that was taken away is gone for good: see
     /// [`Machine::collect_detached`].
     Unplugged,
+    /// The guest has started its watchdog, or expects it earlier than before: see [`Machine::next_deadline`].
+    WatchdogStarted,
+    /// The guest did not restart its watchdog in time.
+    WatchdogExpired,
     /// Programs of the guest have opened or closed channels: see [`Machine::open_channels`].
     ChannelsChanged,
 }

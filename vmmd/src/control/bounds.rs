@@ -105,6 +105,7 @@ pub fn event(mut event: Event) -> Result<Event, Lie> {
         Some(
             event::Kind::GuestReset(_)
             | event::Kind::CrashReset(_)
+            | event::Kind::WatchdogExpired(_)
             | event::Kind::DisksQuiet(_)
             | event::Kind::MigrationRound(_)
             | event::Kind::MigrationDisks(_),

@@ -15,6 +15,7 @@ mod serial;
 pub(super) mod share;
 mod tpm;
 mod vsock;
+mod watchdog;
 
 use std::{
     fs::File,
@@ -516,6 +517,10 @@ impl Assembly {
             Some(spec) => Some(vsock::build(&mut self, spec)?),
             None => None,
         };
+        let watchdog = match spec.watchdog {
+            Some(slot) => Some(watchdog::build(&mut self, slot)?),
+            None => None,
+        };
         self.hotplug.power_on(|slot| self.sockets.pci.is_taken(slot));
 
         let generation_line = self.irq_line(super::GENERATION_GSI)?;
@@ -530,6 +535,7 @@ impl Assembly {
             console,
             channels,
             vsock,
+            watchdog,
             screen,
             nics,
             shares,

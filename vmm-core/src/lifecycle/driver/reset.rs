@@ -222,6 +222,7 @@ pub(super) fn is_of_the_guest(input: &Input) -> bool {
                 | Notice::Reset
                 | Notice::GuestPanicked(_)
                 | Notice::PanicPrinted { .. }
+                | Notice::WatchdogExpired
                 | Notice::TripleFault(_)
                 | Notice::GuestCrashed(_)
         )

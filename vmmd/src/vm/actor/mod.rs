@@ -110,6 +110,8 @@ pub struct Actor {
     reset_told: Option<Instant>,
     /// The same of resets after a crash.
     crash_told: Option<Instant>,
+    /// The same of an expired watchdog.
+    watchdog_told: Option<Instant>,
     /// When counters were last published alone, and when they are to be.
     counted: Option<Instant>,
     counts_due: Option<Instant>,
@@ -205,6 +207,7 @@ impl Actor {
             rebooted: None,
             reset_told: None,
             crash_told: None,
+            watchdog_told: None,
             counted: None,
             counts_due: None,
             asks_state: false,

@@ -281,6 +281,7 @@ impl Actor {
                 self.publish_counts();
             }
             Some(event::Kind::GuestPanicked(panicked)) => self.on_panicked(&panicked.parameters),
+            Some(event::Kind::WatchdogExpired(_)) => self.tell_watchdog(),
             Some(event::Kind::ChannelsChanged(changed)) => {
                 // An answer that is on its way may be older.
                 self.asks_again |= self.asks_state;

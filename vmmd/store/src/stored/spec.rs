@@ -49,10 +49,20 @@ stored! {
         tpm: Option<TpmSpec>,
         #[prost(message, optional, tag = "33")]
         vsock: Option<VsockSpec>,
+        #[prost(message, optional, tag = "37")]
+        watchdog: Option<WatchdogSpec>,
         #[prost(message, repeated, tag = "34")]
         credentials: Vec<Credential>,
         #[prost(message, optional, tag = "40")]
         probes: Option<ProbesSpec>,
+    }
+}
+
+stored! {
+    /// The watchdog.
+    WatchdogSpec of v1::WatchdogSpec {
+        #[prost(int32, tag = "1")]
+        action: i32,
     }
 }
 

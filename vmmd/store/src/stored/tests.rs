@@ -46,6 +46,7 @@ fn a_spec_is_read_as_it_was_written() {
         guest_agent: Some(v1::GuestAgentSpec {}),
         tpm: Some(v1::TpmSpec {}),
         vsock: Some(v1::VsockSpec { cid: 7 }),
+        watchdog: Some(v1::WatchdogSpec { action: 3 }),
         probes: Some(v1::ProbesSpec {
             startup: Some(v1::Probe {
                 check: Some(v1::probe::Check::Http(v1::HttpCheck {
