@@ -10,7 +10,7 @@ use vmmd_api::v1;
 use super::{
     Violations,
     balloon::Balloon,
-    cloud_init::CloudInit,
+    cloud_init::{CloudInit, SeedType},
     cpu::{CpuShare, Processor},
     credential,
     disk::{Bus, Disk, Limit, MAX_SATA, RateGroup, Source},
@@ -118,7 +118,7 @@ pub struct VmSpec {
     pub shares: Vec<Share>,
     /// Directory of the node where the daemon keeps files about the VM; absolute, without `..`.
     pub state_dir: Option<PathBuf>,
-    /// Data for the guest's cloud-init; if set, the last of `disks` is its seed.
+    /// Data for the first boot of the guest; with it, the last of `disks` is its seed, except as [`VmSpec::ignition`] says.
     pub cloud_init: Option<CloudInit>,
     /// The pod that has the VM.
     pub pod: Option<PodUid>,
@@ -127,6 +127,14 @@ pub struct VmSpec {
 }
 
 impl VmSpec {
+    /// Configuration of Ignition that the guest gets by its firmware instead of a disk; empty for none.
+    pub fn ignition(&self) -> &[u8] {
+        match (&self.cloud_init, &self.boot) {
+            (Some(init), Boot::Firmware { .. }) if init.kind == SeedType::Ignition => &init.user_data,
+            _ => &[],
+        }
+    }
+
     /// Whether guest RAM is a memfd that other processes can map, or private to the VM's process.
     pub fn shares_memory(&self) -> bool {
         match self.backing {
@@ -278,7 +286,16 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         );
         let cloud_init = spec.cloud_init.as_ref();
         let cloud_init = cloud_init.map(|wire| CloudInit::new(&mut found, wire));
-        disks.extend(cloud_init.as_ref().and_then(|_| Disk::seed()));
+        let has_firmware = matches!(boot, Some(Boot::Firmware { .. }));
+        match cloud_init.as_ref().map(|init| init.kind) {
+            Some(SeedType::Sysprep) if boot.is_some() && !has_firmware => {
+                let needs = "SYSPREP needs `spec.boot.firmware`: Windows does not boot without it";
+                found.add("spec.cloudInit.type", needs);
+            }
+            // By fw_cfg.
+            Some(SeedType::Ignition) if has_firmware => {}
+            kind => disks.extend(kind.and_then(Disk::seed)),
+        }
         let nics = list(&mut found, "spec.nics", &spec.nics, MAX_DISKS_AND_NICS, nic);
         let together = disks.len() + nics.len();
         if together > MAX_DISKS_AND_NICS {

@@ -336,6 +336,7 @@ pub fn assemble(
             data_fd: fds.add(data),
             control_fd: fds.add(control),
         }),
+        ignition: spec.ignition().to_vec(),
         watchdog: spec.watchdog.map(|action| vmm::Watchdog {
             pci_slot: WATCHDOG_SLOT,
             action: vmm::WatchdogAction::from(action).into(),

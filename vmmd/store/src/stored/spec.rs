@@ -195,6 +195,8 @@ pub struct CloudInit {
     pub network_config_digest: String,
     #[prost(string, tag = "12")]
     pub vendor_data_digest: String,
+    #[prost(int32, tag = "13")]
+    pub r#type: i32,
     #[prost(bytes = "vec", tag = "20")]
     pub sealed: Vec<u8>,
 }
@@ -214,6 +216,7 @@ impl Mirror<CloudInit> for v1::CloudInit {
             user_data_base64,
             network_config_digest,
             vendor_data_digest,
+            r#type,
         } = self;
         CloudInit {
             user_data,
@@ -228,6 +231,7 @@ impl Mirror<CloudInit> for v1::CloudInit {
             user_data_base64,
             network_config_digest,
             vendor_data_digest,
+            r#type,
             sealed: Vec::new(),
         }
     }
@@ -248,6 +252,7 @@ impl Mirror<v1::CloudInit> for CloudInit {
             user_data_base64,
             network_config_digest,
             vendor_data_digest,
+            r#type,
             sealed: _,
         } = self;
         v1::CloudInit {
@@ -263,6 +268,7 @@ impl Mirror<v1::CloudInit> for CloudInit {
             user_data_base64,
             network_config_digest,
             vendor_data_digest,
+            r#type,
         }
     }
 }

@@ -164,6 +164,7 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
         shares: Vec::new(),
         tpm: None,
         vsock: None,
+        ignition: spec.ignition().to_vec(),
         watchdog: spec.watchdog.map(|action| vmm::Watchdog {
             pci_slot: WATCHDOG_SLOT,
             action: vmm::WatchdogAction::from(action).into(),
