@@ -1,7 +1,7 @@
 //! Hyper-V's leaves of CPUID, for guests that expect that hypervisor: Windows (Hypervisor Top-Level Functional Specification,
 //! "TLFS", 6.0b, 2.4).
 //!
-//! A guest gets those features of [`FEATURES`] that KVM has. KVM's own leaves move behind Hyper-V's, to 0x4000_0100, where Linux
+//! A guest gets those features of [`BASIC`] and [`FURTHER`] that KVM has. KVM's own leaves move behind Hyper-V's, to 0x4000_0100, where Linux
 //! finds them, too.
 
 use kvm_bindings::kvm_cpuid_entry2;
