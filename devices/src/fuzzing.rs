@@ -14,6 +14,7 @@ pub use crate::virtio::{
     gpu::fuzz::commands as gpu_commands, input::fuzz::driver as input_driver, net::fuzz::queue as net_queue,
     vsock::fuzz::driver as vsock_driver,
 };
+pub use crate::watchdog::fuzz::registers as watchdog_registers;
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::arithmetic_side_effects)]
@@ -49,6 +50,7 @@ mod tests {
     #[case::rfb_client("rfb_client", crate::fuzzing::rfb_client)]
     #[case::tpm_registers("tpm_registers", crate::fuzzing::tpm_registers)]
     #[case::vsock_driver("vsock_driver", crate::fuzzing::vsock_driver)]
+    #[case::watchdog_registers("watchdog_registers", crate::fuzzing::watchdog_registers)]
     fn the_committed_seeds_do_no_harm(#[case] name: &str, #[case] target: fn(&[u8])) {
         let seeds = seeds(name);
         assert!(!seeds.is_empty(), "no seeds of {name}");

@@ -24,3 +24,4 @@ pub mod sys;
 pub mod tpm;
 pub mod vhost_user;
 pub mod virtio;
+pub mod watchdog;

@@ -126,6 +126,8 @@ pub enum Command {
     Restart(verbs::Restart),
     /// Press the reset button of running VMs, without the consent of their guests
     Reset(verbs::Act),
+    /// Send a non-maskable interrupt to running VMs: many systems write a crash dump, or show where they hang
+    Nmi(verbs::Act),
     /// Pause the vCPUs of running VMs
     Pause(verbs::Act),
     /// Resume paused VMs

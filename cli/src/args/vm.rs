@@ -3,7 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
-use vmmd_api::v1::{self, HugePages, KeyboardLayout, PanicPolicy, RunPolicy};
+use vmmd_api::v1::{self, HugePages, KeyboardLayout, PanicPolicy, RunPolicy, WatchdogAction};
 
 use super::{
     FORMAT, HELP, Label, Output, Timeout,
@@ -53,6 +53,36 @@ const PANIC_POLICIES: Words<PanicPolicy> = &[
     ("stop", PanicPolicy::Stop, ""),
     ("pause", PanicPolicy::Pause, ""),
     ("ignore", PanicPolicy::Ignore, ""),
+];
+/// Forms of the data for the first boot.
+const SEED_TYPES: Words<v1::SeedType> = &[
+    ("no-cloud", v1::SeedType::NoCloud, "NoCloud of cloud-init"),
+    (
+        "config-drive",
+        v1::SeedType::ConfigDrive,
+        "ConfigDrive of OpenStack, for cloud-init and cloudbase-init",
+    ),
+    (
+        "sysprep",
+        v1::SeedType::Sysprep,
+        "Answer file of Windows Setup and sysprep, from --user-data",
+    ),
+    (
+        "ignition",
+        v1::SeedType::Ignition,
+        "Configuration of Ignition, from --user-data",
+    ),
+];
+/// Actions of an expired watchdog.
+const WATCHDOG_ACTIONS: Words<WatchdogAction> = &[
+    ("reset", WatchdogAction::Reset, "Reset the machine"),
+    (
+        "poweroff",
+        WatchdogAction::Poweroff,
+        "End the run: a failure for the run policy",
+    ),
+    ("pause", WatchdogAction::Pause, "Pause the VM"),
+    ("none", WatchdogAction::None, "An event alone"),
 ];
 /// Keyboard layouts.
 pub const LAYOUTS: Words<KeyboardLayout> = &[
@@ -156,7 +186,7 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 41] = [
+const FLAGS: [&str; 44] = [
     "credentials",
     "smbios",
     "timezone",
@@ -178,6 +208,7 @@ const FLAGS: [&str; 41] = [
     "labels",
     "user_data",
     "ssh_keys",
+    "seed",
     "hostname",
     "on_panic",
     "no_balloon",
@@ -188,6 +219,8 @@ const FLAGS: [&str; 41] = [
     "tpm",
     "vsock",
     "channels",
+    "watchdog",
+    "hyperv",
     "probes",
     "core_fraction",
     "core_limit",
@@ -280,6 +313,12 @@ pub struct Guest {
     /// Add a TPM 2.0; needs the package swtpm on the node
     #[arg(long)]
     pub tpm: bool,
+    /// Add a watchdog (i6300esb), with this action when the guest does not restart it in time
+    #[arg(long, value_name = "ACTION", value_parser = words(WATCHDOG_ACTIONS))]
+    pub watchdog: Option<WatchdogAction>,
+    /// Give the guest Hyper-V's interface, for Windows
+    #[arg(long)]
+    pub hyperv: bool,
     /// Check the guest periodically: readiness=http:80/healthz, startup=tcp:22, liveness=agent or liveness=exec:COMMAND, with the keys
     /// delay=, period= and timeout= in seconds, successes= and failures=, as in startup=tcp:22,period=5,failures=60. May be given
     /// for each of the three
@@ -327,6 +366,9 @@ pub struct CloudInit {
     /// Public SSH key for the image's default user: a file, or the key itself. May be given several times
     #[arg(long = "ssh-key", value_name = "FILE|KEY")]
     pub ssh_keys: Vec<String>,
+    /// Form of the data for the first boot [default: no-cloud]
+    #[arg(long, value_name = "TYPE", value_parser = words(SEED_TYPES))]
+    pub seed: Option<v1::SeedType>,
     /// Host name of the guest (the name of the VM when not given); needs cloud-init in the guest
     #[arg(long, value_name = "NAME")]
     pub hostname: Option<String>,
@@ -339,6 +381,7 @@ impl Guest {
             cores: self.cpus,
             model: self.cpu_model.clone().unwrap_or_default(),
             features: self.cpu_features(),
+            hyperv: self.hyperv,
             ..v1::CpuSpec::default()
         }
     }

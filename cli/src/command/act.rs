@@ -122,6 +122,8 @@ pub enum Verb {
     Stop(Ending, bool),
     /// Press its reset button.
     Reset,
+    /// Give its vCPUs a non-maskable interrupt.
+    Nmi,
     /// Stop it, then start it.
     Restart(Ending),
     /// Pause its vCPUs.
@@ -146,6 +148,7 @@ impl Verb {
             Self::Start { .. } => "start",
             Self::Stop(..) => "stop",
             Self::Reset => "reset",
+            Self::Nmi => "send an NMI to",
             Self::Restart(_) => "restart",
             Self::Pause => "pause",
             Self::Resume => "resume",
@@ -159,7 +162,7 @@ impl Verb {
         match self {
             Self::Start { .. } => down,
             Self::Stop(..) | Self::Restart(_) => !down,
-            Self::Reset | Self::Pause => phase == VmPhase::Running,
+            Self::Reset | Self::Nmi | Self::Pause => phase == VmPhase::Running,
             Self::Resume => phase == VmPhase::Paused,
             Self::Delete { .. } => true,
         }
@@ -184,6 +187,14 @@ impl Verb {
                 };
                 let answer = send!(client.limit(QUICK), client.vms, reset_vm, request).await;
                 answer.map(|_| said("reset"))
+            }
+            Self::Nmi => {
+                let request = v1::InjectNmiRequest {
+                    name,
+                    ..Default::default()
+                };
+                let answer = send!(client.limit(QUICK), client.vms, inject_nmi, request).await;
+                answer.map(|_| said("interrupted"))
             }
             Self::Pause => {
                 let request = v1::PauseVmRequest {

@@ -19,12 +19,14 @@ use crate::{
 pub fn from_flags(args: &CloudInit) -> Result<Option<v1::CloudInit>> {
     let mut init = v1::CloudInit {
         hostname: args.hostname.clone().unwrap_or_default(),
+        r#type: args.seed.unwrap_or_default().into(),
         ..Default::default()
     };
     if let Some(path) = &args.user_data {
         // Gzip data is sent as base64.
         let data = as_text(read(path)?);
-        if !is_known_user_data(&data) {
+        let read_by_cloud_init = !matches!(args.seed, Some(v1::SeedType::Sysprep | v1::SeedType::Ignition));
+        if read_by_cloud_init && !is_known_user_data(&data) {
             eprintln!("warning: {}: {UNKNOWN_USER_DATA}", path.display());
         }
         match String::from_utf8(data) {

@@ -161,6 +161,9 @@ pub fn of_guest(guest: &Guest, nics: &[String]) -> Result<v1::VmSpec> {
         state_dir: guest.state_dir.clone().unwrap_or_default(),
         guest_agent: guest.guest_agent.then_some(v1::GuestAgentSpec {}),
         tpm: guest.tpm.then_some(v1::TpmSpec {}),
+        watchdog: guest.watchdog.map(|action| v1::WatchdogSpec {
+            action: action.into(),
+        }),
         vsock: guest.vsock.then_some(v1::VsockSpec::default()),
         channels: guest
             .channels

@@ -116,6 +116,7 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::Restart(Restart { act, ending }) => {
             act::run(&client().await?, &act, &Verb::Restart(ending)).await?;
         }
+        Command::Nmi(act) => act::run(&client().await?, &act, &Verb::Nmi).await?,
         Command::Reset(act) => act::run(&client().await?, &act, &Verb::Reset).await?,
         Command::Pause(act) => act::run(&client().await?, &act, &Verb::Pause).await?,
         Command::Resume(act) => act::run(&client().await?, &act, &Verb::Resume).await?,

@@ -411,7 +411,7 @@ fn anchors_and_aliases_stand_for_what_they_name() {
 #[case::nothing_like_it(
     "cores: 2",
     "frequency: 2",
-    "vm.yaml:12: spec.cpu.frequency: unknown field; known here: `cores`, `coreFractionPercent`, `coreLimitPercent`, `hostCpus`, `model`, `features`"
+    "vm.yaml:12: spec.cpu.frequency: unknown field; known here: `cores`, `coreFractionPercent`, `coreLimitPercent`, `hostCpus`, `model`, `features`, `hyperv`"
 )]
 #[case::no_cpus("cores: 2", "cores: 0", "vm.yaml:12: spec.cpu.cores: must be 1 to 254, is 0")]
 #[case::many_cpus(

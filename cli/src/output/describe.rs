@@ -205,6 +205,15 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         cid => format!("CID {cid}"),
     };
     text.put("Vsock", &spec.vsock.as_ref().map(cid).unwrap_or_default());
+    let action = |watchdog: &v1::WatchdogSpec| match watchdog.action() {
+        v1::WatchdogAction::Unspecified | v1::WatchdogAction::Reset => "reset",
+        v1::WatchdogAction::Poweroff => "power-off",
+        v1::WatchdogAction::Pause => "pause",
+        v1::WatchdogAction::None => "event alone",
+    };
+    text.put("Watchdog", spec.watchdog.as_ref().map_or("", action));
+    let hyperv = spec.cpu.as_ref().is_some_and(|cpu| cpu.hyperv);
+    text.put("Hyper-V", if hyperv { "yes" } else { "" });
     text.put("TPM", spec.tpm.as_ref().map_or("", |_| "2.0 (swtpm)"));
     match spec.boot.as_ref().and_then(|boot| boot.source.as_ref()) {
         Some(v1::boot_spec::Source::Linux(linux)) => {
@@ -357,7 +366,12 @@ fn cloud_init(init: Option<&v1::CloudInit>) -> String {
     let Some(init) = init else {
         return String::new();
     };
-    let mut said = Vec::new();
+    let mut said = match init.r#type() {
+        v1::SeedType::Unspecified | v1::SeedType::NoCloud => Vec::new(),
+        v1::SeedType::ConfigDrive => vec!["ConfigDrive".to_owned()],
+        v1::SeedType::Sysprep => vec!["sysprep".to_owned()],
+        v1::SeedType::Ignition => vec!["Ignition".to_owned()],
+    };
     if !init.user_data_digest.is_empty() {
         said.push(format!("user data {}", init.user_data_digest));
     }

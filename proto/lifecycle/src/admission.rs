@@ -18,6 +18,8 @@ pub enum Request {
     Resume,
     /// Press its machine's reset button.
     Reset,
+    /// Give its vCPUs a non-maskable interrupt.
+    Nmi,
     /// Delete it; `force` even if it runs.
     Delete {
         /// Kill it first.
@@ -110,7 +112,7 @@ pub enum Refusal {
 
 /// Decides.
 pub fn admit(situation: Situation, request: Request) -> Verdict {
-    use Request::{Delete, Pause, Reset, Restart, Resume, Start, Stop};
+    use Request::{Delete, Nmi, Pause, Reset, Restart, Resume, Start, Stop};
     use Situation::{Changing, Down, Paused, Running, Starting, Stopping, Terminating};
     use Verdict::{Begin, Done, Join};
     let refuse = |refusal| Verdict::Refuse(refusal);
@@ -122,21 +124,21 @@ pub fn admit(situation: Situation, request: Request) -> Verdict {
 
         (Down, Start | Restart | Delete { .. }) => Begin,
         (Down, Stop) => Done,
-        (Down, Pause | Resume | Reset) => refuse(Refusal::NotRunning),
+        (Down, Pause | Resume | Reset | Nmi) => refuse(Refusal::NotRunning),
 
         (_, Delete { force: true }) => Begin,
         (_, Delete { force: false }) => refuse(Refusal::StillRunning),
 
         (Starting, Start) => Join,
         (Starting, Stop) => Begin,
-        (Starting, Restart | Pause | Resume | Reset) => busy(),
+        (Starting, Restart | Pause | Resume | Reset | Nmi) => busy(),
 
         (Running, Start) => Done,
-        (Paused, Start | Reset) => refuse(Refusal::IsPaused),
+        (Paused, Start | Reset | Nmi) => refuse(Refusal::IsPaused),
         (Running | Paused | Changing, Stop | Restart) => Begin,
-        (Running, Pause | Reset) | (Paused, Resume) => Begin,
+        (Running, Pause | Reset | Nmi) | (Paused, Resume) => Begin,
         (Running, Resume) | (Paused, Pause) => Done,
-        (Changing, Start | Pause | Resume | Reset) => busy(),
+        (Changing, Start | Pause | Resume | Reset | Nmi) => busy(),
 
         (Stopping { .. }, Stop) => Join,
         (Stopping { restarting: true }, Restart) => Join,

@@ -11,6 +11,11 @@ pub const SNAPSHOT: &str = "Snapshot";
 /// Why a VM that is being migrated is in its phase.
 pub const MIGRATING: &str = "Migrating";
 
+/// Reason of a pause, and of an event, because the guest did not restart its watchdog in time.
+pub const WATCHDOG_EXPIRED: &str = "WatchdogExpired";
+/// Message of that pause.
+pub const EXPIRED: &str = "the guest did not restart its watchdog in time";
+
 /// Effect of a reported state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
@@ -43,6 +48,7 @@ fn paused(status: &Status) -> Vec<Effect> {
             Effect::NoteDiskError(status.pause_message.clone()),
             enter(DISK_ERROR, &status.pause_message),
         ],
+        PauseReason::Watchdog => vec![enter(WATCHDOG_EXPIRED, EXPIRED)],
         PauseReason::Snapshot => vec![enter(SNAPSHOT, "a snapshot is written")],
         PauseReason::Migration => vec![enter(MIGRATING, "the rest of its memory is sent to another node")],
         _ => vec![enter("Paused", "")],

@@ -12,9 +12,45 @@ pub const MAX_KEYS: usize = 64;
 /// Name of the disk with the seed in the VM.
 pub const SEED: &str = "cloud-init";
 
+/// Form of the data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SeedType {
+    /// NoCloud of cloud-init.
+    #[default]
+    NoCloud,
+    /// ConfigDrive of OpenStack.
+    ConfigDrive,
+    /// Answer file of Windows.
+    Sysprep,
+    /// Configuration of Ignition.
+    Ignition,
+}
+
+impl SeedType {
+    fn new(found: &mut Violations, value: i32) -> Self {
+        match v1::SeedType::try_from(value) {
+            Ok(v1::SeedType::Unspecified | v1::SeedType::NoCloud) => Self::NoCloud,
+            Ok(v1::SeedType::ConfigDrive) => Self::ConfigDrive,
+            Ok(v1::SeedType::Sysprep) => Self::Sysprep,
+            Ok(v1::SeedType::Ignition) => Self::Ignition,
+            Err(_) => {
+                found.add("spec.cloudInit.type", format_args!("unknown value {value}"));
+                Self::default()
+            }
+        }
+    }
+
+    /// Whether cloud-init, or cloudbase-init, reads the data.
+    pub fn is_for_cloud_init(self) -> bool {
+        matches!(self, Self::NoCloud | Self::ConfigDrive)
+    }
+}
+
 /// Data for cloud-init.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CloudInit {
+    /// Its form.
+    pub kind: SeedType,
     /// As the guest gets it; empty when there is none.
     pub user_data: Vec<u8>,
     /// As the guest gets it; empty when there is none.
@@ -82,7 +118,10 @@ impl CloudInit {
                 "must be left out with `passwordHash`, which is put there",
             );
         }
+        let kind = SeedType::new(found, wire.r#type);
+        check_kind(found, kind, wire, &user_data);
         Self {
+            kind,
             user_data,
             vendor_data: wire.vendor_data.clone(),
             network_config: wire.network_config.clone(),
@@ -90,6 +129,42 @@ impl CloudInit {
             instance_id: wire.instance_id.clone(),
             ssh_authorized_keys: wire.ssh_authorized_keys.clone(),
             password_hash: wire.password_hash.clone(),
+        }
+    }
+}
+
+/// Checks the data against its form.
+fn check_kind(found: &mut Violations, kind: SeedType, wire: &v1::CloudInit, user_data: &[u8]) {
+    let is_object = |data: &[u8]| data.trim_ascii_start().starts_with(b"{");
+    let mut json = |field: &str, data: &[u8]| {
+        if !data.is_empty() && !is_object(data) {
+            found.add(field, "must be an object of JSON");
+        }
+    };
+    match kind {
+        SeedType::NoCloud => return,
+        SeedType::ConfigDrive => {
+            json("spec.cloudInit.networkConfig", wire.network_config.as_bytes());
+            json("spec.cloudInit.vendorData", wire.vendor_data.as_bytes());
+            return;
+        }
+        SeedType::Ignition => json("spec.cloudInit.userData", user_data),
+        SeedType::Sysprep => {}
+    }
+    if user_data.is_empty() && wire.user_data_digest.is_empty() {
+        let missing = "must be given with `type` SYSPREP or IGNITION";
+        found.add("spec.cloudInit.userData", missing);
+    }
+    for (field, given) in [
+        ("networkConfig", !wire.network_config.is_empty()),
+        ("hostname", !wire.hostname.is_empty()),
+        ("sshAuthorizedKeys", !wire.ssh_authorized_keys.is_empty()),
+        ("passwordHash", !wire.password_hash.is_empty()),
+        ("vendorData", !wire.vendor_data.is_empty()),
+    ] {
+        if given {
+            let useless = "must be left out with `type` SYSPREP or IGNITION: write it into `userData`";
+            found.add(format_args!("spec.cloudInit.{field}"), useless);
         }
     }
 }
@@ -197,6 +272,43 @@ mod tests {
             let mut found = Violations::default();
             CloudInit::new(&mut found, &init);
             assert_eq!(found.0[0].field, field);
+        }
+    }
+
+    #[test]
+    fn form_of_the_data_decides_which_fields_it_has() {
+        use v1::SeedType::{ConfigDrive, Ignition, Sysprep};
+        let of = |kind: v1::SeedType, data: &str| v1::CloudInit {
+            r#type: kind.into(),
+            user_data: data.into(),
+            ..Default::default()
+        };
+        let hostname = |kind, data| v1::CloudInit {
+            hostname: "web".into(),
+            ..of(kind, data)
+        };
+        let network = |config: &str| v1::CloudInit {
+            network_config: config.into(),
+            ..of(ConfigDrive, "")
+        };
+        for (init, field) in [
+            (of(Sysprep, "<unattend/>"), ""),
+            (of(Sysprep, ""), "userData"),
+            (hostname(Sysprep, "<unattend/>"), "hostname"),
+            (of(Ignition, " {\"ignition\": {}}"), ""),
+            (of(Ignition, "variant: fcos"), "userData"),
+            (hostname(Ignition, "{}"), "hostname"),
+            (hostname(ConfigDrive, "#!/bin/sh"), ""),
+            (network("{\"links\": []}"), ""),
+            (network("version: 2"), "networkConfig"),
+        ] {
+            let mut found = Violations::default();
+            CloudInit::new(&mut found, &init);
+            let fields: Vec<_> = found.0.iter().map(|it| it.field.as_str()).collect();
+            match field {
+                "" => assert_eq!(fields, [""; 0], "{init:?}"),
+                field => assert_eq!(fields, [format!("spec.cloudInit.{field}")], "{init:?}"),
+            }
         }
     }
 

@@ -12,7 +12,8 @@ pub use self::{
 use vmmd_api::v1::{self, disk_spec::Source as WireSource};
 
 use super::{
-    Violations, cloud_init,
+    Violations,
+    cloud_init::{self, SeedType},
     name::Name,
     pci::{PciSlot, SATA_PORTS},
     pod::{PodUid, PodVolume},
@@ -263,8 +264,8 @@ impl Disk {
         })
     }
 
-    /// The seed of a VM's cloud-init.
-    pub fn seed() -> Option<Self> {
+    /// The disk with the data of this form.
+    pub fn seed(kind: SeedType) -> Option<Self> {
         let name = Name::try_from(cloud_init::SEED).ok()?;
         Some(Self {
             name,
@@ -277,7 +278,11 @@ impl Disk {
             on_error: OnError::Report,
             limit: Limit::None,
             any_content: true,
-            bus: Bus::Virtio,
+            bus: match kind {
+                SeedType::NoCloud | SeedType::ConfigDrive | SeedType::Ignition => Bus::Virtio,
+                // Windows Setup has no driver for virtio.
+                SeedType::Sysprep => Bus::Sata { cdrom: true },
+            },
             boot_order: None,
         })
     }

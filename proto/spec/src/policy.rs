@@ -114,6 +114,37 @@ impl OnPanic {
     }
 }
 
+/// Action when a guest does not restart its watchdog in time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WatchdogAction {
+    /// The machine is reset.
+    #[default]
+    Reset,
+    /// The run ends as a failure.
+    PowerOff,
+    /// The VM is paused.
+    Pause,
+    /// No action: there is only the event.
+    None,
+}
+
+impl WatchdogAction {
+    /// Reads `spec.watchdog` and records violations.
+    pub(super) fn new(found: &mut Violations, wire: v1::WatchdogSpec) -> Self {
+        match v1::WatchdogAction::try_from(wire.action) {
+            Ok(v1::WatchdogAction::Unspecified | v1::WatchdogAction::Reset) => Self::Reset,
+            Ok(v1::WatchdogAction::Poweroff) => Self::PowerOff,
+            Ok(v1::WatchdogAction::Pause) => Self::Pause,
+            Ok(v1::WatchdogAction::None) => Self::None,
+            Err(_) => {
+                let problem = format_args!("unknown value {}", wire.action);
+                found.add("spec.watchdog.action", problem);
+                Self::default()
+            }
+        }
+    }
+}
+
 /// Time of the guest's clock after a pause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ClockOnResume {

@@ -291,6 +291,12 @@ pub(super) fn mounts(found: &mut Violations, shares: &[Share], spec: &v1::VmSpec
                 );
                 return;
             }
+            Some(init) if [v1::SeedType::Sysprep, v1::SeedType::Ignition].contains(&init.r#type()) => {
+                found.add(
+                    format_args!("spec.shares[{index}].mount"),
+                    "needs cloud-init: leave it out with SYSPREP or IGNITION as the type of spec.cloudInit",
+                );
+            }
             Some(_) => {}
         }
     }

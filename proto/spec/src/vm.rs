@@ -12,7 +12,7 @@ use super::{
     access::{self, AccessCredential},
     balloon::Balloon,
     channel,
-    cloud_init::CloudInit,
+    cloud_init::{CloudInit, SeedType},
     cpu::{CpuShare, Processor},
     credential,
     disk::{Bus, Disk, Limit, MAX_SATA, RateGroup, Source},
@@ -21,7 +21,7 @@ use super::{
     name::Name,
     nic,
     pod::{self, PodUid},
-    policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
+    policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy, WatchdogAction},
     probe::{self, Probes},
     resources::{self, CpuSet, MemoryOptions},
     share::{self, MAX_SHARES, Share},
@@ -114,11 +114,13 @@ pub struct VmSpec {
     pub tpm: bool,
     /// The socket device, if it has one.
     pub vsock: Option<Vsock>,
+    /// The watchdog's action, if it has a watchdog.
+    pub watchdog: Option<WatchdogAction>,
     /// Directories of the node in the order of the manifest. With any, its memory is shared.
     pub shares: Vec<Share>,
     /// Directory of the node where the daemon keeps files about the VM; absolute, without `..`.
     pub state_dir: Option<PathBuf>,
-    /// Data for the guest's cloud-init; if set, the last of `disks` is its seed.
+    /// Data for the first boot of the guest; with it, the last of `disks` is its seed, except as [`VmSpec::ignition`] says.
     pub cloud_init: Option<CloudInit>,
     /// The pod that has the VM.
     pub pod: Option<PodUid>,
@@ -134,6 +136,14 @@ impl VmSpec {
     /// Whether the machine has a device for channels: of the agent, or of others.
     pub fn has_channels(&self) -> bool {
         self.guest_agent || !self.channels.is_empty()
+    }
+
+    /// Configuration of Ignition that the guest gets by its firmware instead of a disk; empty for none.
+    pub fn ignition(&self) -> &[u8] {
+        match (&self.cloud_init, &self.boot) {
+            (Some(init), Boot::Firmware { .. }) if init.kind == SeedType::Ignition => &init.user_data,
+            _ => &[],
+        }
     }
 
     /// Whether guest RAM is a memfd that other processes can map, or private to the VM's process.
@@ -287,7 +297,16 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         );
         let cloud_init = spec.cloud_init.as_ref();
         let cloud_init = cloud_init.map(|wire| CloudInit::new(&mut found, wire));
-        disks.extend(cloud_init.as_ref().and_then(|_| Disk::seed()));
+        let has_firmware = matches!(boot, Some(Boot::Firmware { .. }));
+        match cloud_init.as_ref().map(|init| init.kind) {
+            Some(SeedType::Sysprep) if boot.is_some() && !has_firmware => {
+                let needs = "SYSPREP needs `spec.boot.firmware`: Windows does not boot without it";
+                found.add("spec.cloudInit.type", needs);
+            }
+            // By fw_cfg.
+            Some(SeedType::Ignition) if has_firmware => {}
+            kind => disks.extend(kind.and_then(Disk::seed)),
+        }
         let nics = list(&mut found, "spec.nics", &spec.nics, MAX_DISKS_AND_NICS, nic);
         let together = disks.len() + nics.len();
         if together > MAX_DISKS_AND_NICS {
@@ -362,6 +381,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         };
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         let vsock = spec.vsock.map(|wire| Vsock::new(&mut found, wire));
+        let watchdog = spec.watchdog.map(|wire| WatchdogAction::new(&mut found, wire));
         pod::one_network(&mut found, &spec.nics);
         let access = access::users(&mut found, spec);
         let channels = channel::names(&mut found, &spec.channels);
@@ -393,6 +413,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 guest_agent: spec.guest_agent.is_some(),
                 tpm: spec.tpm.is_some(),
                 vsock,
+                watchdog,
                 shares,
                 state_dir,
                 cloud_init,

@@ -7,7 +7,7 @@ use vmmd_spec::{
     display::Display,
     keyboard::Layout,
     pci,
-    policy::OnCrash,
+    policy::{OnCrash, WatchdogAction},
     smbios::Smbios,
     vm::Nic,
 };
@@ -21,6 +21,7 @@ pub fn processor(processor: &Processor, features: Vec<String>) -> Option<vmm::Pr
         model: processor.model.name().to_owned(),
         features,
         without: processor.remove.iter().map(|name| (*name).to_owned()).collect(),
+        hyperv: processor.hyperv,
     })
 }
 
@@ -152,6 +153,17 @@ impl From<OnCrash> for vmm::OnCrash {
         match policy {
             OnCrash::Restart => Self::Restart,
             OnCrash::Stop => Self::Stop,
+        }
+    }
+}
+
+impl From<WatchdogAction> for vmm::WatchdogAction {
+    fn from(action: WatchdogAction) -> Self {
+        match action {
+            WatchdogAction::Reset => Self::Reset,
+            WatchdogAction::PowerOff => Self::Poweroff,
+            WatchdogAction::Pause => Self::Pause,
+            WatchdogAction::None => Self::None,
         }
     }
 }

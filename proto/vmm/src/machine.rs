@@ -11,6 +11,7 @@ use std::{
 use uuid::Uuid;
 use vmmd_spec::{
     Violations, channel,
+    cloud_init::MAX_DATA,
     cpu::{Model, features},
     disk::{BootOrder, RateLimit},
     display::is_size,
@@ -88,6 +89,10 @@ pub struct Machine {
     pub tpm: Option<Tpm>,
     /// The socket device, if it has one.
     pub vsock: Option<Vsock>,
+    /// Configuration of Ignition, of a machine with firmware; empty for none.
+    pub ignition: Vec<u8>,
+    /// Slot of the watchdog, if it has one.
+    pub watchdog: Option<PciSlot>,
 }
 
 /// A socket device (AF_VSOCK).
@@ -117,6 +122,8 @@ pub struct Processor {
     pub features: Vec<&'static str>,
     /// With [`Model::Host`]: features that the guest does not have.
     pub without: Vec<&'static str>,
+    /// It has Hyper-V's interface.
+    pub hyperv: bool,
 }
 
 /// How the guest of a machine begins.
@@ -388,6 +395,14 @@ impl Machine {
                 data: claims.fd("tpm.data_fd", wire.data_fd),
                 control: claims.fd("tpm.control_fd", wire.control_fd),
             }),
+            ignition: spec.ignition.clone(),
+            watchdog: spec.watchdog.map(|wire| {
+                if vmm::WatchdogAction::try_from(wire.action).is_err() {
+                    let unknown = format_args!("unknown value {}", wire.action);
+                    claims.add("watchdog.action", unknown);
+                }
+                claims.slot("watchdog.pci_slot", wire.pci_slot)
+            }),
             vsock: spec.vsock.map(|wire| {
                 vsock::cid(&mut claims.found, "vsock.cid", wire.cid);
                 Vsock {
@@ -396,6 +411,9 @@ impl Machine {
                 }
             }),
         };
+        if machine.ignition.len() > MAX_DATA {
+            claims.add("ignition", format_args!("has more than {MAX_DATA} bytes"));
+        }
         let on_sata = |disk: &Disk| matches!(disk.place, DiskPlace::Sata { .. });
         if machine.disks.iter().any(on_sata) && !matches!(machine.boot, Boot::Firmware { .. }) {
             claims.add("disks.sata_port", "only with firmware");
@@ -426,6 +444,7 @@ fn processor(found: &mut Violations, wire: Option<&vmm::Processor>) -> Processor
         model,
         features: known("processor.features", &wire.features),
         without: known("processor.without", &wire.without),
+        hyperv: wire.hyperv,
     }
 }
 

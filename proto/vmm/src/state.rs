@@ -199,6 +199,7 @@ saved! {
     LegacyDevices: "legacy", 2;
     Firmware: "firmware", 1;
     Tpm: "tpm", 1;
+    Watchdog: "watchdog", 1;
     SnapshotInfo: "snapshot", 1;
     SnapshotMemory: "snapshot-memory", 1;
 }

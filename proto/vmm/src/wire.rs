@@ -7,7 +7,7 @@ use crate::vmm::Message;
 /// Version of the protocol spoken by this build. A `vmm` serves every minor version of its major one.
 pub const MAJOR: u32 = 1;
 /// See [`MAJOR`].
-pub const MINOR: u32 = 18;
+pub const MINOR: u32 = 19;
 
 /// Assembles messages from received bytes.
 pub type Receiver = vmmd_wire::Receiver<Message>;

@@ -66,6 +66,8 @@ mod name {
     pub(super) const BOOT_ORDER: &str = "bootorder";
     pub(super) const MENU_WAIT: &str = "etc/boot-menu-wait";
     pub(super) const SERIAL_CONSOLE: &str = "etc/sercon-port";
+    /// Ignition reads its configuration there on the platform `qemu`.
+    pub(super) const IGNITION: &str = "opt/com.coreos/config";
 }
 
 /// Properties of the machine that firmware reads.
@@ -301,6 +303,9 @@ fn items(described: &Described<'_>) -> Result<Items, Failure> {
     if is_bios {
         // OVMF searches for the serial port.
         files.push((name::SERIAL_CONSOLE, COM1_PORT.to_le_bytes().to_vec()));
+    }
+    if !described.machine.ignition.is_empty() {
+        files.push((name::IGNITION, described.machine.ignition.clone()));
     }
     if acpi.has_tpm_log {
         files.push((name::TPM_LOG, vec![0; TPM_LOG as usize]));

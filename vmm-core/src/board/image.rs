@@ -4,6 +4,7 @@
 use std::{fs::File, os::unix::fs::FileExt, thread::JoinHandle};
 
 use devices::{
+    firmware::fw_cfg,
     legacy,
     pci::{PciWindows, hotplug},
 };
@@ -272,6 +273,10 @@ pub(super) fn pci_windows(map: Map, ram: u64, bits: u32) -> PciWindows {
     }
 }
 
+/// Number of ports of fw_cfg.
+const FW_CFG_PORTS: u8 = 12;
+const _: () = assert!(FW_CFG_PORTS as u64 == fw_cfg::PORTS);
+
 fn platform(spec: &vmm_protocol::machine::Machine, apic_ids: Vec<u32>, windows: &PciWindows) -> Platform {
     let map = map(spec);
     let mmio64 = std::array::from_fn(|bus| {
@@ -314,6 +319,7 @@ fn platform(spec: &vmm_protocol::machine::Machine, apic_ids: Vec<u32>, windows: 
                 Map::Direct | Map::Uefi => 0,
             },
         }),
+        fw_cfg: (!spec.ignition.is_empty()).then_some((port(fw_cfg::PORT), FW_CFG_PORTS)),
     }
 }
 

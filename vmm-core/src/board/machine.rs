@@ -24,6 +24,7 @@ use devices::{
         console::ConsoleControl,
         vsock::{Direction, VsockHost},
     },
+    watchdog::WatchdogTimer,
 };
 use tracing::{error, warn};
 use vmm_protocol::{
@@ -68,6 +69,8 @@ pub struct Machine {
     pub(super) channels: Option<Arc<OpenChannels>>,
     /// The host's side of the socket device, of a machine with one.
     pub(super) vsock: Option<Arc<VsockHost>>,
+    /// The time of the watchdog, of a machine with one.
+    pub(super) watchdog: Option<WatchdogTimer>,
     /// Shows the screen. The screen has no saved state: its clients reconnect.
     pub(super) screen: Option<Server>,
     pub(super) nics: Nics,
@@ -131,6 +134,16 @@ impl Machine {
             self.generation_line.pulse();
         }
         Ok(())
+    }
+
+    /// Sends a non-maskable interrupt to the vCPUs that take one.
+    fn inject_nmi(&mut self) -> Result<(), Failure> {
+        self.vcpus.stop()?;
+        let sent = self.vcpus.inject_nmi();
+        if !self.throttle.as_ref().is_some_and(Throttle::stands) {
+            self.vcpus.release()?;
+        }
+        Ok(sent?)
     }
 
     /// Opens a connection of the socket device.
@@ -389,6 +402,7 @@ impl lifecycle::Machine for Machine {
                 self.shares.set_backend(&set.name, socket)?;
             }
             Op::SetBalloon(set) => self.set_balloon(set.target_bytes)?,
+            Op::InjectNmi(_) => self.inject_nmi()?,
             Op::SendBreak(_) => self.serial.send_break(),
             Op::ResizeConsole(size) => self.resize_console(size)?,
             Op::OpenVsock(open) => {
@@ -445,6 +459,7 @@ impl lifecycle::Machine for Machine {
             self.nics.next_deadline(),
             self.shares.next_deadline(),
             self.throttle.as_ref().map(Throttle::due),
+            self.watchdog.as_ref().and_then(WatchdogTimer::due),
         ];
         deadlines.into_iter().flatten().min()
     }
@@ -509,6 +524,10 @@ impl lifecycle::Machine for Machine {
     }
 
     fn keep_time(&mut self) -> Result<(), Failure> {
+        let expires = |timer: &WatchdogTimer| timer.expires(Instant::now());
+        if self.watchdog.as_ref().is_some_and(expires) {
+            self.notifier.notify(Notice::WatchdogExpired);
+        }
         match self.throttle.as_mut().and_then(|it| it.turn(Instant::now())) {
             Some(true) => Ok(self.vcpus.stop()?),
             Some(false) => Ok(self.vcpus.release()?),

@@ -14,7 +14,7 @@ pub mod image;
 mod leaving;
 pub mod machine;
 mod nics;
-mod panic_line;
+mod output_lines;
 mod plugs;
 #[cfg(any(test, debug_assertions))]
 pub mod rebuilt;

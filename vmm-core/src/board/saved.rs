@@ -171,7 +171,7 @@ impl Machine {
         restored.map_err(failed("restoring", HOT_PLUG))?;
         if core.panicked {
             self.panicked.store(true, Ordering::Relaxed);
-            self.notifier.notify(Notice::GuestPanicked);
+            self.notifier.notify(Notice::GuestPanicked(None));
         }
         Ok(self)
     }

@@ -8,10 +8,13 @@ use std::{
 };
 
 use kvm_bindings::{
-    CpuId, KVM_API_VERSION, KVM_CAP_IOEVENTFD_ANY_LENGTH, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2,
-    kvm_msr_entry,
+    CpuId, KVM_API_VERSION, KVM_CAP_IOEVENTFD_ANY_LENGTH, KVM_CAP_SYS_HYPERV_CPUID, KVM_MAX_CPUID_ENTRIES,
+    KVMIO, Msrs, kvm_cpuid_entry2, kvm_cpuid2, kvm_msr_entry,
 };
 use kvm_ioctls::{Cap, Kvm};
+use vmm_sys_util::{ioctl::ioctl_with_mut_ptr, ioctl_iowr_nr};
+
+ioctl_iowr_nr!(KVM_GET_SUPPORTED_HV_CPUID, KVMIO, 0xc1, kvm_cpuid2);
 
 /// KVM is not available, or lacks a required feature. The messages name the problem and, where
 /// possible, the remedy.
@@ -175,6 +178,33 @@ impl Host {
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
             .map_err(KvmError::ioctl("KVM_GET_SUPPORTED_CPUID"))?;
         Ok(self.supported.get_or_init(|| supported).clone())
+    }
+
+    /// The leaves of Hyper-V that KVM supports on this host (`KVM_GET_SUPPORTED_HV_CPUID`). `None` for a KVM without them, and
+    /// before kernel 5.11, which reports them only for a vCPU.
+    pub fn supported_hyperv_cpuid(&self) -> Result<Option<CpuId>, KvmError> {
+        /// More than there are.
+        const LEAVES: usize = 64;
+        const OPERATION: &str = "KVM_GET_SUPPORTED_HV_CPUID";
+        if self.kvm.check_extension_raw(KVM_CAP_SYS_HYPERV_CPUID.into()) <= 0 {
+            return Ok(None);
+        }
+        let mut leaves = CpuId::new(LEAVES).map_err(|_| KvmError::Ioctl {
+            operation: OPERATION,
+            source: io::ErrorKind::OutOfMemory.into(),
+        })?;
+        // SAFETY: the structure has room for as many entries as its length says, and KVM writes no more than these.
+        let result = unsafe {
+            ioctl_with_mut_ptr(
+                &self.kvm,
+                KVM_GET_SUPPORTED_HV_CPUID(),
+                leaves.as_mut_fam_struct_ptr(),
+            )
+        };
+        if result < 0 {
+            return Err(KvmError::ioctl(OPERATION)(kvm_ioctls::Error::last()));
+        }
+        Ok(Some(leaves))
     }
 
     /// IA32_ARCH_CAPABILITIES that KVM gives vCPUs on this host (Intel SDM vol. 4, table 2-2); 0 without that register.

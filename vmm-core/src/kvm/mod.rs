@@ -33,6 +33,6 @@ pub use saved::{GuestTime, TscShift};
 pub(crate) use slots::PAGE as SLOT_PAGE;
 pub use slots::{DirtyPages, Region, SlotError, SlotId};
 pub use stats::{Stat, StatsReader};
-pub use vcpu::{AddressSpaces, Exit, Vcpu};
+pub use vcpu::{AddressSpaces, CRASH_PARAMETERS, Exit, Vcpu};
 pub use vcpu_state::{MACHINE_CHECK_BANKS, MsrNumbers, VcpuState};
 pub use vm::{Clock, Vm};

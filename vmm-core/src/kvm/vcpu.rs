@@ -4,10 +4,10 @@ use std::{io, sync::Arc};
 
 use devices::bus::{Bus, Effect};
 use kvm_bindings::{
-    CpuId, KVM_EXIT_IO_OUT, KVM_INTERNAL_ERROR_EMULATION,
-    KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES, KVM_MP_STATE_HALTED, KVM_SYSTEM_EVENT_CRASH,
-    KVM_SYSTEM_EVENT_RESET, KVM_SYSTEM_EVENT_SHUTDOWN, KVMIO, Msrs, kvm_msr_entry, kvm_regs, kvm_run,
-    kvm_sregs, kvm_x86_mce,
+    CpuId, KVM_CAP_HYPERV_ENFORCE_CPUID, KVM_CAP_HYPERV_SYNIC2, KVM_EXIT_HYPERV_HCALL, KVM_EXIT_IO_OUT,
+    KVM_INTERNAL_ERROR_EMULATION, KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES, KVM_MP_STATE_HALTED,
+    KVM_SYSTEM_EVENT_CRASH, KVM_SYSTEM_EVENT_RESET, KVM_SYSTEM_EVENT_SHUTDOWN, KVMIO, Msrs, kvm_enable_cap,
+    kvm_msr_entry, kvm_regs, kvm_run, kvm_sregs, kvm_x86_mce,
 };
 use kvm_ioctls::{Cap, VcpuExit, VcpuFd};
 use vmm_sys_util::{ioctl::ioctl_with_ref, ioctl_iow_nr};
@@ -18,6 +18,7 @@ use super::{
     kick::Kicker,
     machine_check,
     stats::StatsReader,
+    vcpu_state::hyperv_msr,
     vm::Vm,
 };
 
@@ -38,11 +39,16 @@ pub struct AddressSpaces {
 pub enum Exit {
     /// An access was carried out; it asks this of the machine. The instruction is completed by the next entry.
     Access(Effect),
+    /// The guest has reported the end of its system by Hyper-V's crash MSRs, with these parameters.
+    Panicked([u64; CRASH_PARAMETERS]),
     /// By a signal, `immediate_exit`, or a vCPU that still waits to be started. No access is pending.
     Interrupted,
     /// The vCPU can't run any further.
     Crashed(Crash),
 }
+
+/// Parameters of a crash that a guest reports to Hyper-V. The first one of Windows is the code of its bug check.
+pub const CRASH_PARAMETERS: usize = 5;
 
 /// A vCPU. All its ioctls are best done by the thread that runs it.
 #[derive(Debug)]
@@ -56,6 +62,8 @@ pub struct Vcpu {
 enum Kind {
     Io,
     Exit(Exit),
+    Crash,
+    Hyperv,
     InternalError,
     Other,
 }
@@ -103,6 +111,29 @@ impl Vcpu {
             0 => Err(refused(io::ErrorKind::InvalidInput)),
             _ => Ok(()),
         }
+    }
+
+    /// Turns on Hyper-V's interrupt controller of a vCPU whose CPUID has it, and limits the guest to the features in its CPUID
+    /// where KVM can (5.14 and later); before the first entry.
+    pub fn enable_hyperv(&self) -> Result<(), KvmError> {
+        let enable = |cap: u32, args: [u64; 4]| {
+            let cap = kvm_enable_cap {
+                cap,
+                args,
+                ..Default::default()
+            };
+            self.fd.enable_cap(&cap)
+        };
+        let has = |cap: u32| self.vm.fd().check_extension_raw(cap.into()) > 0;
+        if has(KVM_CAP_HYPERV_SYNIC2) {
+            enable(KVM_CAP_HYPERV_SYNIC2, [0; 4])
+                .map_err(KvmError::ioctl("KVM_ENABLE_CAP of KVM_CAP_HYPERV_SYNIC2"))?;
+        }
+        if has(KVM_CAP_HYPERV_ENFORCE_CPUID) {
+            enable(KVM_CAP_HYPERV_ENFORCE_CPUID, [1, 0, 0, 0])
+                .map_err(KvmError::ioctl("KVM_ENABLE_CAP of KVM_CAP_HYPERV_ENFORCE_CPUID"))?;
+        }
+        Ok(())
     }
 
     /// Sets how many machine-check banks it has, or the most that KVM has; before the first entry. KVM's default of 32 costs a
@@ -184,6 +215,25 @@ impl Vcpu {
         Ok(special.ss.dpl == 3)
     }
 
+    /// Sends a non-maskable interrupt, if the local APIC takes one at LINT1: the input that the ACPI tables name for it, and that a
+    /// system leaves open for the vCPUs that are to react.
+    pub fn inject_nmi(&self) -> Result<(), KvmError> {
+        /// Register of LINT1; its delivery mode NMI, and its mask (Intel SDM vol. 3, 12.5.1).
+        const LINT1: usize = 0x360;
+        const MODE: u32 = 0x700;
+        const MODE_NMI: u32 = 0x400;
+        const MASKED: u32 = 1 << 16;
+        let apic = self.fd.get_lapic().map_err(KvmError::ioctl("KVM_GET_LAPIC"))?;
+        let bytes = apic.regs.get(LINT1..).and_then(|rest| rest.first_chunk());
+        let entry = bytes.map_or(MASKED, |bytes| {
+            u32::from_le_bytes(bytes.map(std::ffi::c_char::cast_unsigned))
+        });
+        if entry & (MODE | MASKED) != MODE_NMI {
+            return Ok(());
+        }
+        self.fd.nmi().map_err(KvmError::ioctl("KVM_NMI"))
+    }
+
     /// Reports the stop to the guest, so that the guest's watchdogs do not trigger
     /// (`KVM_KVMCLOCK_CTRL`).
     pub fn note_pause(&self) {
@@ -217,6 +267,8 @@ impl Vcpu {
             Ok(VcpuExit::MemoryFault { gpa, .. }) => {
                 Kind::Exit(Exit::Crashed(Crash::MemoryFault { address: gpa }))
             }
+            Ok(VcpuExit::SystemEvent(KVM_SYSTEM_EVENT_CRASH, _)) => Kind::Crash,
+            Ok(VcpuExit::Hyperv) => Kind::Hyperv,
             Ok(VcpuExit::SystemEvent(event, _)) => Kind::Exit(system_event(event)),
             Ok(VcpuExit::InternalError) => Kind::InternalError,
             Ok(_) => Kind::Other,
@@ -228,6 +280,11 @@ impl Vcpu {
         Ok(match kind {
             Kind::Exit(exit) => exit,
             Kind::Io => Exit::Access(self.port_access(&spaces.pio)),
+            Kind::Crash => Exit::Panicked(self.crash_parameters()?),
+            Kind::Hyperv => {
+                self.refuse_hypercall();
+                Exit::Access(Effect::None)
+            }
             Kind::InternalError => Exit::Crashed(self.internal_error()),
             Kind::Other => Exit::Crashed(Crash::Unexpected {
                 reason: self.fd.get_kvm_run().exit_reason,
@@ -275,6 +332,38 @@ impl Vcpu {
         effect
     }
 
+    /// The parameters of the crash that the guest has reported (TLFS 2.5, `HV_X64_MSR_CRASH_P0` to `P4`).
+    fn crash_parameters(&self) -> Result<[u64; CRASH_PARAMETERS], KvmError> {
+        const OPERATION: &str = "KVM_GET_MSRS of Hyper-V's crash parameters";
+        let wanted = hyperv_msr::CRASH_PARAMETERS.map(|index| kvm_msr_entry {
+            index,
+            ..Default::default()
+        });
+        let mut msrs = Msrs::from_entries(&wanted).map_err(|_| KvmError::Ioctl {
+            operation: OPERATION,
+            source: io::ErrorKind::OutOfMemory.into(),
+        })?;
+        let read = self.fd.get_msrs(&mut msrs).map_err(KvmError::ioctl(OPERATION))?;
+        let mut parameters = [0; CRASH_PARAMETERS];
+        for (to, msr) in parameters.iter_mut().zip(msrs.as_slice().iter().take(read)) {
+            *to = msr.data;
+        }
+        Ok(parameters)
+    }
+
+    /// Answers an exit for Hyper-V's interface. A changed register of the interrupt controller needs no action. A hypercall that
+    /// KVM leaves to this process is for devices that the machine does not have.
+    fn refuse_hypercall(&mut self) {
+        /// `HV_STATUS_INVALID_HYPERCALL_CODE` (TLFS, appendix B).
+        const INVALID_CODE: u64 = 2;
+        let shared = &mut self.fd.get_kvm_run().__bindgen_anon_1;
+        // SAFETY: the exit reason says that this field is set.
+        let hyperv = unsafe { &mut shared.hyperv };
+        if hyperv.type_ == KVM_EXIT_HYPERV_HCALL {
+            hyperv.u.hcall.result = INVALID_CODE;
+        }
+    }
+
     fn internal_error(&mut self) -> Crash {
         let rip = self.fd.get_regs().map_or(0, |regs| regs.rip);
         let shared = &self.fd.get_kvm_run().__bindgen_anon_1;
@@ -307,7 +396,6 @@ fn system_event(event: u32) -> Exit {
     match event {
         KVM_SYSTEM_EVENT_SHUTDOWN => Exit::Access(Effect::PowerOff),
         KVM_SYSTEM_EVENT_RESET => Exit::Access(Effect::Reset),
-        KVM_SYSTEM_EVENT_CRASH => Exit::Access(Effect::GuestPanicked),
         _ => Exit::Crashed(Crash::Unexpected {
             reason: kvm_bindings::KVM_EXIT_SYSTEM_EVENT,
         }),

@@ -58,7 +58,33 @@ mod mtrr {
 const MISC_ENABLE: u32 = 0x1a0;
 const FAST_STRINGS: u64 = 1;
 
-/// Hyper-V's interfaces and performance counters: not in our CPUID, and each costs an ioctl to find that out.
+/// Hyper-V's registers (TLFS, appendix F). KVM's list has only some of those that are state.
+pub(super) mod hyperv_msr {
+    /// `HV_X64_MSR_CRASH_P0` to `HV_X64_MSR_CRASH_P4`.
+    pub const CRASH_PARAMETERS: [u32; 5] = [0x4000_0100, 0x4000_0101, 0x4000_0102, 0x4000_0103, 0x4000_0104];
+    /// `HV_X64_MSR_CRASH_CTL`, and its bit for the crash to be reported, which also shows that this is possible.
+    pub(super) const CRASH_CONTROL: u32 = 0x4000_0105;
+    pub(super) const CRASH_NOTIFY: u64 = 1 << 63;
+
+    /// The registers that are state, in the order in which they are written: identity of the guest before the page of its
+    /// hypercalls, configuration of a timer before its count. The reference counter follows kvmclock, and the index of the
+    /// vCPU never changes.
+    pub(super) fn state() -> impl Iterator<Item = u32> {
+        // Identity, hypercalls; the time of the vCPU; the page of the reference counter; the page for the local APIC.
+        let general = [0x4000_0000, 0x4000_0001, 0x4000_0010, 0x4000_0021, 0x4000_0073];
+        // Control of the interrupt controller and its pages of events and messages.
+        let controller = [0x4000_0080, 0x4000_0082, 0x4000_0083];
+        general
+            .into_iter()
+            .chain(controller)
+            .chain(0x4000_0090..=0x4000_009f)
+            .chain(0x4000_00b0..=0x4000_00b7)
+            .chain(CRASH_PARAMETERS)
+            .chain([CRASH_CONTROL])
+    }
+}
+
+/// Hyper-V's interfaces and performance counters: not in the CPUID of most guests, and each costs an ioctl to find that out.
 fn is_never_offered(msr: u32) -> bool {
     matches!(
         msr,
@@ -129,8 +155,8 @@ impl std::fmt::Debug for VcpuState {
 }
 
 impl VcpuState {
-    /// Reads it from a vCPU that is stopped and whose CPUID is set.
-    pub fn capture(vcpu: &Vcpu) -> Result<Self, KvmError> {
+    /// Reads it from a vCPU that is stopped and whose CPUID is set. `hyperv`: with Hyper-V's registers.
+    fn capture(vcpu: &Vcpu, hyperv: bool) -> Result<Self, KvmError> {
         let fd = vcpu.fd();
         Ok(Self {
             // First: reading it lets KVM act on pending INIT and SIPI, which changes what follows.
@@ -146,7 +172,7 @@ impl VcpuState {
                 .get_vcpu_events()
                 .map_err(KvmError::ioctl("KVM_GET_VCPU_EVENTS"))?,
             lapic: fd.get_lapic().map_err(KvmError::ioctl("KVM_GET_LAPIC"))?,
-            msrs: read_msrs(vcpu)?,
+            msrs: read_msrs(vcpu, hyperv)?,
         })
     }
 
@@ -156,11 +182,13 @@ impl VcpuState {
     }
 
     /// Brings a new vCPU, whose CPUID is set and says that physical addresses have `bits` bits, to the state after power-on, and
-    /// reads it: as KVM makes it, with what firmware would have set up before a kernel sees it.
-    pub fn power_on(vcpu: &Vcpu, bits: u32) -> Result<Self, KvmError> {
-        let mut state = Self::capture(vcpu)?;
+    /// reads it: as KVM makes it, with what firmware would have set up before a kernel sees it. `hyperv`: its CPUID has
+    /// Hyper-V's leaves.
+    pub fn power_on(vcpu: &Vcpu, bits: u32, hyperv: bool) -> Result<Self, KvmError> {
+        let mut state = Self::capture(vcpu, hyperv)?;
         let firmware = |msr: &kvm_msr_entry| match msr.index {
             MISC_ENABLE => Some(msr.data | FAST_STRINGS),
+            hyperv_msr::CRASH_CONTROL => Some(hyperv_msr::CRASH_NOTIFY),
             index => mtrr::value(index, bits),
         };
         let mut changed = Vec::new();
@@ -203,14 +231,16 @@ impl VcpuState {
 }
 
 /// Reads what can be read: `KVM_GET_MSRS` ends at the first MSR that this vCPU does not have.
-fn read_msrs(vcpu: &Vcpu) -> Result<Vec<kvm_msr_entry>, KvmError> {
+fn read_msrs(vcpu: &Vcpu, hyperv: bool) -> Result<Vec<kvm_msr_entry>, KvmError> {
     let mut wanted: Vec<kvm_msr_entry> = vcpu
         .vm()
         .msr_numbers()
         .0
         .iter()
+        .copied()
+        .chain(hyperv_msr::state().filter(|_| hyperv))
         .map(|index| kvm_msr_entry {
-            index: *index,
+            index,
             ..Default::default()
         })
         .collect();

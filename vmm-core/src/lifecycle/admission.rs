@@ -61,7 +61,9 @@ pub fn admit(state: State, op: &Op) -> Admission {
         (Ended, _) => Refuse("the machine has ended"),
 
         (Paused, Op::Pause(_)) | (Running, Op::Resume(_)) => Already,
-        (Paused, Op::PowerButton(_)) => Refuse("the machine is paused: its guest can't react"),
+        (Paused, Op::PowerButton(_) | Op::InjectNmi(_)) => {
+            Refuse("the machine is paused: its guest can't react")
+        }
         (Paused, Op::ResetMachine(_) | Op::Send(_)) => Refuse("the machine is paused: resume it first"),
         (Running, Op::UnlockDisks(_)) => Refuse("the machine runs: pause it first"),
 
@@ -73,7 +75,8 @@ pub fn admit(state: State, op: &Op) -> Admission {
 mod tests {
     use rstest::rstest;
     use vmm_protocol::vmm::{
-        Boot, GetDiskStats, Pause, PowerButton, ResetMachine, Resume, Save, Send, Stop, UnlockDisks,
+        Boot, GetDiskStats, InjectNmi, Pause, PowerButton, ResetMachine, Resume, Save, Send, Stop,
+        UnlockDisks,
     };
 
     use super::{
@@ -91,6 +94,7 @@ mod tests {
     #[case(Op::Resume(Resume {}), [NO, Already, Go, NO])]
     #[case(Op::PowerButton(PowerButton {}), [NO, Go, NO, NO])]
     #[case(Op::ResetMachine(ResetMachine {}), [NO, Go, NO, NO])]
+    #[case(Op::InjectNmi(InjectNmi {}), [NO, Go, NO, NO])]
     #[case(Op::Stop(Stop {}), [Go, Go, Go, Already])]
     #[case(Op::Save(Save::default()), [NO, Go, Go, NO])]
     #[case(Op::Send(Send::default()), [NO, Go, NO, NO])]

@@ -4,6 +4,7 @@ mod channels;
 mod panic;
 mod reset;
 mod snapshot;
+mod watchdog;
 
 use std::{
     os::fd::OwnedFd,
@@ -13,7 +14,7 @@ use std::{
 
 use devices::log_limit::LogLimit;
 use tracing::{debug, info, warn};
-use vmm_protocol::vmm::{Boot, ErrorKind, ExitKind, ExitRecord, OnCrash, request::Op};
+use vmm_protocol::vmm::{Boot, ErrorKind, ExitKind, ExitRecord, OnCrash, WatchdogAction, request::Op};
 
 use self::reset::{ResetCause, is_of_the_guest};
 use super::{
@@ -35,6 +36,8 @@ pub struct Driver<A, B: Builder> {
     suspicion: Option<panic::Suspicion>,
     /// The run ends with a triple fault, which else resets the machine.
     stops_on_crash: bool,
+    /// Action when the watchdog expires.
+    watchdog: WatchdogAction,
     /// Limit for log lines about events that a guest can cause repeatedly.
     log_limit: LogLimit,
     /// The machine could not be paused after a disk's error: when it is tried again, and the error.
@@ -79,6 +82,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             panicked: false,
             suspicion: None,
             stops_on_crash: false,
+            watchdog: WatchdogAction::None,
             log_limit: LogLimit::new(),
             pause_again: None,
             channels: channels::Published::default(),
@@ -282,6 +286,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         };
         self.publisher.set_name(&spec.name);
         self.stops_on_crash = spec.on_crash() == OnCrash::Stop;
+        if let Some(watchdog) = &spec.watchdog {
+            self.watchdog = watchdog.action();
+        }
         let started = self
             .builder
             .build(&spec, fds, restore.as_ref(), self.notifier.clone())
@@ -393,8 +400,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Notice::PowerOff => Next::End(exit_record(ExitKind::PowerOff, "the guest powered off"), None),
             Notice::Reset => self.reset(ResetCause::Guest),
             Notice::TripleFault(message) if !self.stops_on_crash => self.reset(ResetCause::Crash(message)),
-            Notice::GuestPanicked => {
-                self.guest_panicked();
+            Notice::GuestPanicked(parameters) => {
+                self.guest_panicked(parameters.as_ref().map_or(&[], |them| them));
                 Next::GoOn
             }
             Notice::PanicPrinted { printed } => {
@@ -407,6 +414,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Notice::TripleFault(message) | Notice::GuestCrashed(message) => {
                 Next::End(exit_record(ExitKind::GuestCrash, message), None)
             }
+            Notice::WatchdogStarted => Next::GoOn,
+            Notice::WatchdogExpired => self.watchdog_expired(),
             Notice::VmmFailed(message) => Next::End(exit_record(ExitKind::VmmError, message), None),
             Notice::DeviceError { device, message } => {
                 debug!(device, message, "device error");

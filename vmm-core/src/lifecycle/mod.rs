@@ -10,7 +10,7 @@ use std::{fmt, fs::File, os::fd::OwnedFd, sync::mpsc::Sender, time::Instant};
 
 use vmm_protocol::vmm::{self, MachineSpec, Restore, request::Op};
 
-use crate::snapshot::saving;
+use crate::{kvm::CRASH_PARAMETERS, snapshot::saving};
 
 pub use crate::failure::{Failure, with_causes};
 
@@ -117,8 +117,8 @@ pub enum Notice {
     PowerOff,
     /// The guest asked for a reset.
     Reset,
-    /// The guest's kernel said that it panicked.
-    GuestPanicked,
+    /// The guest's kernel said that it panicked, with parameters by Hyper-V's interface.
+    GuestPanicked(Option<[u64; CRASH_PARAMETERS]>),
     /// The serial port's last line is the one with which a panic of Linux ends. It may have been printed by somebody else.
     PanicPrinted {
         /// How many bytes the port has printed by then.
@@ -152,6 +152,10 @@ pub enum Notice {
     /// The guest ejected something, or something that was taken away is gone for good: see
     /// [`Machine::collect_detached`].
     Unplugged,
+    /// The guest has started its watchdog, or expects it earlier than before: see [`Machine::next_deadline`].
+    WatchdogStarted,
+    /// The guest did not restart its watchdog in time.
+    WatchdogExpired,
     /// Programs of the guest have opened or closed channels: see [`Machine::open_channels`].
     ChannelsChanged,
 }

@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use vmm_protocol::vmm::{
     ChannelsChanged, CrashReset, DeviceError, DiskDetached, DisksQuiet, Ended, Event, ExitKind, ExitRecord,
     GuestPanicked, GuestReset, MigrationDisks, MigrationRound, NicDetached, PauseReason, ShareDetached,
-    StateChanged, Status, event::Kind,
+    StateChanged, Status, WatchdogExpired, event::Kind,
 };
 
 use super::{Answer, Detached, Failure, Pluggable, Token, admission::State};
@@ -126,9 +126,14 @@ impl<A: Audience> Publisher<A> {
     }
 
     /// The guest's kernel panicked.
-    pub fn guest_panicked(&mut self) {
+    pub fn guest_panicked(&mut self, parameters: Vec<u64>) {
         self.status.panicked = true;
-        self.send(Kind::GuestPanicked(GuestPanicked {}));
+        self.send(Kind::GuestPanicked(GuestPanicked { parameters }));
+    }
+
+    /// The guest did not restart its watchdog in time.
+    pub fn watchdog_expired(&self) {
+        self.send(Kind::WatchdogExpired(WatchdogExpired {}));
     }
 
     /// A device had an error.

@@ -4,6 +4,7 @@ mod held;
 mod panic;
 mod reset;
 mod snapshot;
+mod watchdog;
 
 use std::cell::Cell;
 use std::sync::{
@@ -377,6 +378,7 @@ impl Audience for Log {
                 match status.pause_reason() {
                     PauseReason::DiskError => format!("is {:?}: {}", status.state(), status.pause_message),
                     PauseReason::Migration => format!("is {:?} for a migration", status.state()),
+                    PauseReason::Watchdog => format!("is {:?} for the watchdog", status.state()),
                     PauseReason::Snapshot => format!("is {:?} for a snapshot", status.state()),
                     reason => {
                         let requested = reason == PauseReason::Requested;
@@ -389,6 +391,7 @@ impl Audience for Log {
             Kind::GuestReset(reset) => format!("guest reset {}", reset.guest_resets),
             Kind::CrashReset(reset) => format!("crash reset {}: {}", reset.crash_resets, reset.message),
             Kind::GuestPanicked(_) => "guest panicked".into(),
+            Kind::WatchdogExpired(_) => "watchdog expired".into(),
             Kind::DeviceError(error) => format!("{}: {}", error.device, error.message),
             Kind::Ended(ended) => format!("ended {:?}", ended.exit.unwrap().kind()),
             Kind::DisksQuiet(quiet) => {

@@ -30,7 +30,8 @@ use kvm_bindings::{CpuId, kvm_regs, kvm_sregs};
 use vmm_protocol::state::{self, StateError};
 
 use crate::kvm::{
-    AddressSpaces, Crash, GuestTime, KvmError, StatsReader, Vcpu, Vm, install_handler, interrupt,
+    AddressSpaces, CRASH_PARAMETERS, Crash, GuestTime, KvmError, StatsReader, Vcpu, Vm, install_handler,
+    interrupt,
 };
 use thread::{Call, Parked, Shared, VcpuThread};
 
@@ -50,8 +51,8 @@ pub enum ReportKind {
     Reset,
     /// The guest powered the machine off. The vCPU is parked.
     PowerOff,
-    /// The guest's kernel says that it panicked. The vCPU runs on.
-    GuestPanicked,
+    /// The guest's kernel says that it panicked, with parameters by Hyper-V's interface. The vCPU runs on.
+    GuestPanicked(Option<[u64; CRASH_PARAMETERS]>),
     /// The vCPU cannot continue. It is parked.
     Crashed(Crash),
     /// The host failed. The vCPU is parked.
@@ -133,6 +134,8 @@ pub struct Identity {
     pub cpuid: CpuId,
     /// IA32_ARCH_CAPABILITIES; `None` leaves the host's value.
     pub arch_capabilities: Option<u64>,
+    /// CPUID has Hyper-V's leaves.
+    pub hyperv: bool,
 }
 
 /// All vCPUs of a machine.
@@ -334,6 +337,15 @@ impl Vcpus {
             lives |= handle.receive(index, &replied)?;
         }
         Ok(lives)
+    }
+
+    /// Sends a non-maskable interrupt to all, which are stopped, that take one at LINT1 of their local APIC.
+    pub fn inject_nmi(&mut self) -> Result<(), VcpuError> {
+        for (index, handle) in self.handles.iter().enumerate() {
+            let replied = handle.call(index, |parked| parked.vcpu.inject_nmi())?;
+            handle.receive(index, &replied)?;
+        }
+        Ok(())
     }
 
     /// KVM's statistics of each vCPU, readable while it runs; none on kernels before 5.14.

@@ -1,6 +1,8 @@
 //! Tiny guests on the machine's own KVM: 32-bit code with integer instructions only, which even a backend that
 //! emulates every instruction runs.
 
+mod hyperv;
+mod nmi;
 mod slots;
 mod state;
 
@@ -67,6 +69,11 @@ struct Rig {
 
 /// A machine with this code at `CODE` and one probe per address space range asked for.
 fn rig(cores: u32, code: &[u8]) -> Rig {
+    rig_with(cores, code, &Processor::default())
+}
+
+/// The same with this processor.
+fn rig_with(cores: u32, code: &[u8], processor: &Processor) -> Rig {
     let host = Host::open().unwrap_or_else(|error| panic!("these tests need KVM: {error}"));
     let vm = Vm::create(&host).unwrap();
     let irqchip = IrqChipState::capture(&vm).unwrap();
@@ -93,7 +100,7 @@ fn rig(cores: u32, code: &[u8]) -> Rig {
         eject: Box::new(|| panic!("nothing can be ejected")),
         report: Box::new(move |report| sender.lock().unwrap().send(report).unwrap()),
     };
-    let cpuid = Cpuid::new(&host, Topology::for_cores(cores).unwrap(), &Processor::default()).unwrap();
+    let cpuid = Cpuid::new(&host, Topology::for_cores(cores).unwrap(), processor).unwrap();
     let vcpus = Vcpus::new(&vm, cpuid.vcpus().unwrap(), &Arc::new(handlers)).unwrap();
     let mut rig = Rig {
         vcpus,
@@ -234,7 +241,7 @@ fn effects_precede_the_next_instruction_and_reset_parks() {
     let end = rig.probe(&rig.spaces.pio, 0x80, 1, Effect::PowerOff);
     rig.vcpus.run().unwrap();
     let next = || rig.reports.recv_timeout(PATIENCE).unwrap().kind;
-    assert!(matches!(next(), ReportKind::GuestPanicked));
+    assert!(matches!(next(), ReportKind::GuestPanicked(None)));
     assert_eq!(rig.remaps.load(Ordering::Relaxed), 1);
     assert!(matches!(next(), ReportKind::Reset));
     rig.vcpus.stop().unwrap();

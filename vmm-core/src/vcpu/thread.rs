@@ -245,12 +245,16 @@ impl VcpuThread {
 
     fn set_up(&self) -> Result<VcpuState, KvmError> {
         let cpuid = &self.identity.cpuid;
+        if self.identity.hyperv {
+            self.vcpu.enable_hyperv()?;
+        }
         self.vcpu.set_cpuid(cpuid)?;
         if let Some(value) = self.identity.arch_capabilities {
             self.vcpu.set_arch_capabilities(value)?;
         }
         self.vcpu.set_machine_check_banks(MACHINE_CHECK_BANKS)?;
-        VcpuState::power_on(&self.vcpu, address_bits(cpuid.as_slice()))
+        let bits = address_bits(cpuid.as_slice());
+        VcpuState::power_on(&self.vcpu, bits, self.identity.hyperv)
     }
 
     /// Runs the guest until it is stopped (`Parked`), crashes or ends itself (`Ended`).
@@ -267,10 +271,14 @@ impl VcpuThread {
                         Effect::None => {}
                         Effect::Remap => (self.handlers.remap)(),
                         Effect::Eject => (self.handlers.eject)(),
-                        Effect::GuestPanicked => self.report(ReportKind::GuestPanicked),
+                        Effect::GuestPanicked => self.report(ReportKind::GuestPanicked(None)),
                         Effect::Reset => return self.end(ReportKind::Reset),
                         Effect::PowerOff => return self.end(ReportKind::PowerOff),
                     }
+                }
+                Ok(Exit::Panicked(parameters)) => {
+                    count(&self.shared.accesses);
+                    self.report(ReportKind::GuestPanicked(Some(parameters)));
                 }
                 Ok(Exit::Interrupted) => {
                     count(&self.shared.interruptions);
@@ -309,7 +317,7 @@ impl VcpuThread {
         const ELEMENTS_MAX: usize = 4096;
         for _ in 0..ELEMENTS_MAX {
             match self.vcpu.enter(&self.handlers.spaces) {
-                Ok(Exit::Access(_)) => {}
+                Ok(Exit::Access(_) | Exit::Panicked(_)) => {}
                 Ok(Exit::Interrupted | Exit::Crashed(_)) | Err(_) => break,
             }
         }

@@ -16,8 +16,8 @@ use std::{io::Write, os::unix::process::ExitStatusExt};
 
 use rstest::rstest;
 use vmm_protocol::vmm::{
-    Boot, ErrorKind, ExitKind, GetStatus, Hello, MachineSpec, OnCrash, Pause, PowerButton, Resume, State,
-    Stop, event, request::Op, response::Result as Answer,
+    Boot, ErrorKind, ExitKind, GetStatus, Hello, InjectNmi, MachineSpec, OnCrash, Pause, PowerButton, Resume,
+    State, Stop, event, request::Op, response::Result as Answer,
 };
 
 use process::{Client, Vmm};
@@ -172,6 +172,19 @@ fn panicked_guest_runs_on_and_ends_as_panic() {
     assert_eq!(state(&client.ask(Op::Stop(Stop {}))), State::Ended);
     vmm.wait();
     assert_eq!(vmm.exit_record().kind(), ExitKind::GuestPanic);
+}
+
+#[test]
+fn nmi_by_request_reaches_the_guest() {
+    let (mut vmm, mut client) = booted(&[guest::AWAIT_NMI]);
+    vmm.wait_for_serial("r");
+    client.ask(Op::Pause(Pause {}));
+    assert_eq!(kind(&client.ask(Op::InjectNmi(InjectNmi {}))), ErrorKind::State);
+    client.ask(Op::Resume(Resume {}));
+    assert_eq!(state(&client.ask(Op::InjectNmi(InjectNmi {}))), State::Running);
+    assert_eq!(client.wait_for_end().kind(), ExitKind::PowerOff);
+    assert_eq!(vmm.wait().code(), Some(0));
+    assert_eq!(vmm.serial_log(), "rn");
 }
 
 #[test]

@@ -97,6 +97,7 @@ pub fn event(mut event: Event) -> Result<Event, Lie> {
         Some(event::Kind::ShareDetached(gone)) => {
             check_name(&gone.name, "a share without a proper name")?;
         }
+        Some(event::Kind::GuestPanicked(panicked)) => panicked.parameters.truncate(MAX_PARAMETERS),
         Some(event::Kind::ChannelsChanged(changed)) => {
             let names = changed.open.iter().map(String::as_str);
             check_names(names, changed.open.len())?;
@@ -104,7 +105,7 @@ pub fn event(mut event: Event) -> Result<Event, Lie> {
         Some(
             event::Kind::GuestReset(_)
             | event::Kind::CrashReset(_)
-            | event::Kind::GuestPanicked(_)
+            | event::Kind::WatchdogExpired(_)
             | event::Kind::DisksQuiet(_)
             | event::Kind::MigrationRound(_)
             | event::Kind::MigrationDisks(_),
@@ -126,6 +127,9 @@ pub fn exit_record(record: &ExitRecord) -> ExitRecord {
         },
     }
 }
+
+/// Most parameters of a crash that a guest reports.
+const MAX_PARAMETERS: usize = 5;
 
 /// Leaves the disks and NICs that the VM has by its spec, or had when it was started.
 pub fn of_vm(mut stats: MachineStats, vm: &Vm) -> MachineStats {

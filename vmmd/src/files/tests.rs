@@ -56,6 +56,7 @@ fn case() -> Case {
         guest_agent: false,
         tpm: false,
         vsock: None,
+        watchdog: None,
         state_dir: None,
         shares: Vec::new(),
         cloud_init: None,

@@ -207,6 +207,18 @@ impl VmService for Vms {
         .await
     }
 
+    async fn inject_nmi(
+        &self,
+        request: Request<v1::InjectNmiRequest>,
+    ) -> Result<Response<v1::InjectNmiResponse>, Status> {
+        once(&self.host, request, |host, request, context| async move {
+            let asked = Asked::new(command::Request::Nmi, context);
+            let (vm, _) = Self::new(host).ask(&request.name, asked, false).await?;
+            Ok(v1::InjectNmiResponse { vm: Some(vm) })
+        })
+        .await
+    }
+
     async fn pause_vm(
         &self,
         request: Request<v1::PauseVmRequest>,

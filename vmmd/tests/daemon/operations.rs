@@ -347,7 +347,15 @@ async fn requested_reset_keeps_the_process_and_is_no_guest_reset() {
     );
     assert_eq!(status(&reset).counts.unwrap().guest_resets, 0);
     console.expect("reset by the host").await;
+    let nmi = v1::InjectNmiRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
+    daemon.client().inject_nmi(nmi.clone()).await.unwrap();
+    console.expect("an NMI").await;
     daemon.stop("web", None).await.unwrap();
+    let refused = daemon.client().inject_nmi(nmi).await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "NOT_RUNNING");
     let refused = daemon.client().reset_vm(request).await.unwrap_err();
     assert_refused(&refused, Code::FailedPrecondition, "NOT_RUNNING");
 }

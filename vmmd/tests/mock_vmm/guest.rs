@@ -272,13 +272,13 @@ impl Guest {
         match words.as_slice() {
             ["poweroff"] => self.end(ExitKind::PowerOff, ""),
             ["panic"] => {
-                self.lock().tell(Kind::GuestPanicked(GuestPanicked {}));
+                self.lock().tell(Kind::GuestPanicked(GuestPanicked::default()));
                 self.end(ExitKind::GuestPanic, "the guest's kernel panicked");
             }
             ["halt"] => {
                 let mut inner = self.lock();
                 inner.panicked = true;
-                inner.tell(Kind::GuestPanicked(GuestPanicked {}));
+                inner.tell(Kind::GuestPanicked(GuestPanicked::default()));
             }
             ["triple"] => self.triple_fault(),
             ["crash"] => self.end(ExitKind::GuestCrash, "triple fault"),

@@ -281,6 +281,9 @@ impl VmService for State {
         }))
     }
 
+    async fn inject_nmi(&self, _: Request<v1::InjectNmiRequest>) -> Answer<v1::InjectNmiResponse> {
+        Err(Status::unimplemented("inject_nmi"))
+    }
     async fn reset_vm(&self, _: Request<v1::ResetVmRequest>) -> Answer<v1::ResetVmResponse> {
         Err(Status::unimplemented("reset_vm"))
     }

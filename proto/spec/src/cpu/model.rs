@@ -95,6 +95,8 @@ pub struct Processor {
     pub add: Vec<&'static str>,
     /// Features of the model that the guest does not have, sorted.
     pub remove: Vec<&'static str>,
+    /// The guest has Hyper-V's interface, too.
+    pub hyperv: bool,
 }
 
 impl Processor {
@@ -132,7 +134,12 @@ impl Processor {
         };
         let add = read("spec.cpu.features.add", &features.add);
         let remove = read("spec.cpu.features.remove", &features.remove);
-        let processor = Self { model, add, remove };
+        let processor = Self {
+            model,
+            add,
+            remove,
+            hyperv: cpu.hyperv,
+        };
         processor.check(found);
         processor
     }

@@ -43,6 +43,7 @@ pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
     power_button(platform, &mut devices);
     clock(platform, &mut devices);
     pvpanic(platform, &mut devices);
+    fw_cfg(platform, &mut devices);
     generation_id(platform, &mut devices);
     hotplug::slots_and_events(platform, &mut devices);
     tpm(platform, &mut devices);
@@ -284,6 +285,24 @@ fn pvpanic(platform: &Platform, aml: &mut Vec<u8>) {
             &Name::new(
                 Path::new("_CRS"),
                 &ResourceTemplate::new(vec![&IO::new(port, port, 1, 1)]),
+            ),
+        ],
+    )
+    .to_aml_bytes(aml);
+}
+
+/// The configuration device of firmware (QEMU's `docs/specs/fw_cfg`), for a driver of the guest's system.
+fn fw_cfg(platform: &Platform, aml: &mut Vec<u8>) {
+    let Some((port, ports)) = platform.fw_cfg else {
+        return;
+    };
+    Device::new(
+        Path::new("FWCF"),
+        vec![
+            &Name::new(Path::new("_HID"), &"QEMU0002"),
+            &Name::new(
+                Path::new("_CRS"),
+                &ResourceTemplate::new(vec![&IO::new(port, port, 1, ports)]),
             ),
         ],
     )

@@ -57,6 +57,8 @@ pub struct Platform {
     pub generation_gsi: u32,
     /// The TPM, if there is one.
     pub tpm: Option<Tpm>,
+    /// Ports of fw_cfg (first one, number) that the guest's system reads, if it has something to read there.
+    pub fw_cfg: Option<(u16, u8)>,
 }
 
 /// A TPM at [`devices::tpm::ADDRESS`].

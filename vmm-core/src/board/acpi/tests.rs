@@ -32,6 +32,7 @@ fn platform(cpus: u32) -> Platform {
         generation_id: Some(0xe_f000),
         generation_gsi: 18,
         tpm: None,
+        fw_cfg: None,
     }
 }
 
@@ -409,6 +410,22 @@ fn tpm_has_its_table_and_device_where_there_is_one() {
         assert_eq!(table, &tables[name]);
     }
     assert!(build(&with(0), BASE).tpm_log.is_none());
+}
+
+#[test]
+fn fw_cfg_has_its_device_where_a_system_reads_it() {
+    let of = |fw_cfg| {
+        let platform = Platform {
+            fw_cfg,
+            ..platform(1)
+        };
+        walk(&build(&platform, BASE))["DSDT"].clone()
+    };
+    let with = of(Some((0x510, 12)));
+    let device = device(&with, "FWCF");
+    // The driver of Linux is loaded by this id; ports 0x510 to 0x51b (ACPI 6.5, 6.4.2.5).
+    assert!(has(device, b"QEMU0002") && has(device, &[0x47, 1, 0x10, 5, 0x10, 5, 1, 12]));
+    assert!(!has(&of(None), b"FWCF"));
 }
 
 #[test]

@@ -15,6 +15,7 @@ mod serial;
 pub(super) mod share;
 mod tpm;
 mod vsock;
+mod watchdog;
 
 use std::{
     fs::File,
@@ -516,6 +517,10 @@ impl Assembly {
             Some(spec) => Some(vsock::build(&mut self, spec)?),
             None => None,
         };
+        let watchdog = match spec.watchdog {
+            Some(slot) => Some(watchdog::build(&mut self, slot)?),
+            None => None,
+        };
         self.hotplug.power_on(|slot| self.sockets.pci.is_taken(slot));
 
         let generation_line = self.irq_line(super::GENERATION_GSI)?;
@@ -530,6 +535,7 @@ impl Assembly {
             console,
             channels,
             vsock,
+            watchdog,
             screen,
             nics,
             shares,
@@ -572,7 +578,7 @@ impl Assembly {
             }),
             report: Box::new(move |report| {
                 // A panicking kernel can say so any number of times.
-                let again = matches!(report.kind, ReportKind::GuestPanicked)
+                let again = matches!(report.kind, ReportKind::GuestPanicked(_))
                     && panicked.swap(true, Ordering::Relaxed);
                 if !again {
                     notifier.notify(notice(&report));
@@ -766,7 +772,7 @@ fn notice(report: &Report) -> Notice {
     match &report.kind {
         ReportKind::Reset => Notice::Reset,
         ReportKind::PowerOff => Notice::PowerOff,
-        ReportKind::GuestPanicked => Notice::GuestPanicked,
+        ReportKind::GuestPanicked(parameters) => Notice::GuestPanicked(*parameters),
         ReportKind::Crashed(crash) if crash.is_host_unusable() => Notice::VmmFailed(crash.to_string()),
         ReportKind::Crashed(crash @ Crash::TripleFault) => Notice::TripleFault(of_vcpu(crash)),
         ReportKind::Crashed(crash) => Notice::GuestCrashed(of_vcpu(crash)),

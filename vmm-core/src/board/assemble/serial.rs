@@ -2,19 +2,26 @@
 
 use std::{fs::File, io};
 
-use devices::serial::{
-    SerialPort, Setup,
-    history::Capacity,
-    log::{DEFAULT_LIMIT, Log},
+use devices::{
+    log_limit::LogLimit,
+    serial::{
+        SerialPort, Setup,
+        history::Capacity,
+        log::{DEFAULT_LIMIT, Log},
+    },
 };
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use vmm_protocol::vmm::ErrorKind;
 
 use super::{Assembly, Console, Failure};
 use crate::{
-    board::{COM1_GSI, COM1_PORT, panic_line::PanicLine},
+    board::{COM1_GSI, COM1_PORT, image::map, output_lines::OutputLines},
     lifecycle::Notice,
 };
+
+/// Message about firmware that has found nothing to boot.
+const NOTHING_TO_BOOT: &str =
+    "no disk, CD-ROM or NIC of the boot order can be booted: look at the serial console";
 
 pub(super) fn build(
     assembly: &mut Assembly,
@@ -38,10 +45,18 @@ pub(super) fn build(
         Some(Console::Terminal(terminal)) => setup.terminal = Some(terminal),
         None => {}
     }
-    let (notifier, mut panic) = (assembly.sockets.notifier.clone(), PanicLine::default());
+    let (notifier, mut lines) = (assembly.sockets.notifier.clone(), OutputLines::default());
+    let (has_firmware, limit) = (map(spec).has_firmware(), LogLimit::new());
     setup.watch = Some(Box::new(move |text, printed| {
-        if panic.feed(text) {
+        let seen = lines.feed(text);
+        if seen.panic {
             notifier.notify(Notice::PanicPrinted { printed });
+        }
+        if seen.nothing_to_boot && has_firmware && limit.allow().is_some() {
+            notifier.notify(Notice::DeviceError {
+                device: "firmware".to_owned(),
+                message: NOTHING_TO_BOOT.to_owned(),
+            });
         }
     }));
     let irq = assembly.irq_line(COM1_GSI)?;

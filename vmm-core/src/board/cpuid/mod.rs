@@ -8,9 +8,12 @@
 //! A restored machine has the CPUID of the saved one, which does not change while the machine
 //! exists. [`rules`] decides whether this host can have such a machine.
 //!
+//! A guest that expects Hyper-V has the leaves of [`hyperv`] before KVM's.
+//!
 //! A guest that runs on kvmclock and TSC deadlines needs neither a PIT nor a calibration, so the
 //! frequency leaves (0x15, 0x16) are empty.
 
+mod hyperv;
 mod model;
 mod rules;
 #[cfg(test)]
@@ -54,6 +57,9 @@ impl Cpuid {
             );
             Failure::of(ErrorKind::Resources, message)
         })?;
+        if processor.hyperv {
+            hyperv::insert(&mut entries, hyperv_leaves(host, topology)?);
+        }
         let has_register = has_arch_capabilities(&entries);
         Ok(Self {
             topology,
@@ -71,7 +77,14 @@ impl Cpuid {
     pub fn restored(host: &Host, topology: Topology, saved: &MachineHeader) -> Result<Self, StateError> {
         let own = offered(host, topology)?;
         let entries = decode(&saved.cpuid)?;
-        rules::check(&own, &entries).map_err(|why| StateError::invalid("cpuid", why))?;
+        let invalid = |why| StateError::invalid("cpuid", why);
+        let mut of_kvm = entries.clone();
+        let of_hyperv = hyperv::remove(&mut of_kvm);
+        if !of_hyperv.is_empty() {
+            let own = hyperv_leaves(host, topology).map_err(|failure| invalid(failure.message))?;
+            hyperv::check(&own, &of_hyperv).map_err(invalid)?;
+        }
+        rules::check(&own, &of_kvm).map_err(invalid)?;
         if has_arch_capabilities(&entries) {
             let refused = rules::check_arch_capabilities(host.arch_capabilities()?, saved.arch_capabilities);
             refused.map_err(|why| StateError::invalid("arch_capabilities", why))?;
@@ -82,6 +95,11 @@ impl Cpuid {
             is_restored: true,
             entries,
         })
+    }
+
+    /// Whether the guest expects Hyper-V.
+    pub fn has_hyperv(&self) -> bool {
+        hyperv::is_in(&self.entries)
     }
 
     /// Width of the guest-physical addresses that can be mapped, in bits.
@@ -125,6 +143,7 @@ impl Cpuid {
                     apic_id: apic_id(self.topology, index),
                     cpuid,
                     arch_capabilities: self.is_restored.then_some(self.arch_capabilities),
+                    hyperv: self.has_hyperv(),
                 })
             })
             .collect()
@@ -148,6 +167,19 @@ fn offered(host: &Host, topology: Topology) -> Result<Vec<kvm_cpuid_entry2>, Kvm
     let mut entries = common(supported.as_slice(), topology, host.has_tsc_deadline());
     personalise(&mut entries, topology, 0);
     Ok(entries)
+}
+
+/// Hyper-V's leaves of a machine of this topology on this host.
+fn hyperv_leaves(host: &Host, topology: Topology) -> Result<Vec<kvm_cpuid_entry2>, Failure> {
+    let refused = |lacks: &str| {
+        let message = format!(
+            "this host's KVM lacks {lacks}, which spec.cpu.hyperv needs: use kernel 5.11 or later with KVM on VT-x or SVM"
+        );
+        Failure::of(ErrorKind::Resources, message)
+    };
+    let supported = host.supported_hyperv_cpuid()?;
+    let supported = supported.ok_or_else(|| refused("KVM_CAP_SYS_HYPERV_CPUID"))?;
+    hyperv::leaves(supported.as_slice(), topology.cores()).map_err(|missing| refused(&list(&missing)))
 }
 
 /// Width of the guest-physical addresses that can be mapped: CPUID's width, or less if nested

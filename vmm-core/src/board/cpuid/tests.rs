@@ -1,3 +1,5 @@
+mod hyperv;
+
 use std::collections::HashSet;
 
 use proptest::prelude::*;
@@ -202,6 +204,7 @@ fn guest(host: &[kvm_cpuid_entry2], model: Model) -> Result<Vec<kvm_cpuid_entry2
         model,
         features: model.features(),
         without: Vec::new(),
+        hyperv: false,
     };
     model::apply(&mut entries, &processor)?;
     entries.sort_by_key(|entry| (entry.function, entry.index));
@@ -262,6 +265,7 @@ fn removed_feature_takes_its_state_component() {
         model: Model::Host,
         features: Vec::new(),
         without: vec!["avx512f"],
+        hyperv: false,
     };
     model::apply(&mut entries, &processor).unwrap();
     assert_eq!(only(&entries, 0xd, 0).eax, 0x207);

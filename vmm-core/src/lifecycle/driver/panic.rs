@@ -38,15 +38,15 @@ fn after(delay: Duration) -> Instant {
 }
 
 impl<A: Audience, B: Builder> Driver<A, B> {
-    /// The guest's kernel panicked.
-    pub(super) fn guest_panicked(&mut self) {
+    /// The guest's kernel panicked, with parameters by Hyper-V's interface.
+    pub(super) fn guest_panicked(&mut self, parameters: &[u64]) {
         self.suspicion = None;
         if !self.panicked {
             if self.log_limit.allow().is_some() {
-                warn!("the guest's kernel panicked");
+                warn!(?parameters, "the guest's kernel panicked");
             }
             self.panicked = true;
-            self.publisher.guest_panicked();
+            self.publisher.guest_panicked(parameters.to_vec());
         }
     }
 
@@ -73,7 +73,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             }
             suspicion.left = suspicion.left.saturating_sub(1);
             if suspicion.left == 0 {
-                self.guest_panicked();
+                self.guest_panicked(&[]);
                 return Ok(());
             }
             suspicion.next = after(AGAIN);

@@ -220,8 +220,9 @@ pub(super) fn is_of_the_guest(input: &Input) -> bool {
         Input::Notice(
             Notice::PowerOff
                 | Notice::Reset
-                | Notice::GuestPanicked
+                | Notice::GuestPanicked(_)
                 | Notice::PanicPrinted { .. }
+                | Notice::WatchdogExpired
                 | Notice::TripleFault(_)
                 | Notice::GuestCrashed(_)
         )

@@ -55,7 +55,7 @@ fn a_reset_ends_the_suspicion_of_a_panic() {
 
 #[test]
 fn panic_is_reported_once_and_is_the_reason_of_the_end() {
-    let panic = || Input::Notice(Notice::GuestPanicked);
+    let panic = || Input::Notice(Notice::GuestPanicked(None));
     let (log, record) = run(
         vec![request(1, boot(false)), panic(), panic(), request(2, STOP)],
         |_| (),
@@ -68,7 +68,7 @@ fn panic_is_reported_once_and_is_the_reason_of_the_end() {
 fn reset_after_a_panic_clears_the_panic() {
     let inputs = vec![
         request(1, boot(false)),
-        Input::Notice(Notice::GuestPanicked),
+        Input::Notice(Notice::GuestPanicked(None)),
         Input::Notice(Notice::Reset),
         request(2, STOP),
     ];
@@ -83,7 +83,7 @@ fn crash_after_a_panic_resets_or_ends_as_panic() {
     ] {
         let inputs = vec![
             request(1, boot_with(on_crash, false)),
-            Input::Notice(Notice::GuestPanicked),
+            Input::Notice(Notice::GuestPanicked(None)),
             triple_fault(),
             request(2, STOP),
         ];

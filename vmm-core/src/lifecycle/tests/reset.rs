@@ -155,7 +155,9 @@ fn a_guest_that_ends_during_a_capture_ends_the_run() {
 #[test]
 fn a_panic_during_a_capture_does_not_disturb_it() {
     let inputs = vec![request(1, boot(false)), save(2, false, "late")];
-    let log = log_of(inputs, |builder| builder.reported = Some(Notice::GuestPanicked));
+    let log = log_of(inputs, |builder| {
+        builder.reported = Some(Notice::GuestPanicked(None));
+    });
     assert_order(&log, &["guest panicked", "end snapshot", "2 saved 7"]);
 }
 
@@ -226,7 +228,7 @@ fn requested_reset_is_answered_when_the_machine_runs() {
     let (log, record) = run(
         vec![
             request(1, boot(false)),
-            Input::Notice(Notice::GuestPanicked),
+            Input::Notice(Notice::GuestPanicked(None)),
             request(2, RESET),
             request(3, PAUSE),
             request(4, RESET),

@@ -536,7 +536,7 @@ fn state_of_a_panicked_guest_has_the_mark_until_a_reset() {
         log.into_iter().find(|line| line.starts_with("complete snapshot"))
     };
     let mark = "complete snapshot x of a panicked guest";
-    assert_eq!(saved(vec![Notice::GuestPanicked]).as_deref(), Some(mark));
-    let reset = vec![Notice::GuestPanicked, Notice::Reset];
+    assert_eq!(saved(vec![Notice::GuestPanicked(None)]).as_deref(), Some(mark));
+    let reset = vec![Notice::GuestPanicked(None), Notice::Reset];
     assert_eq!(saved(reset).as_deref(), Some("complete snapshot x"));
 }

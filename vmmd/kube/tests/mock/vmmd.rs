@@ -526,6 +526,10 @@ impl VmService for State {
         unused()
     }
 
+    async fn inject_nmi(&self, _: Request<v1::InjectNmiRequest>) -> Answer<v1::InjectNmiResponse> {
+        unused()
+    }
+
     async fn pause_vm(&self, _: Request<v1::PauseVmRequest>) -> Answer<v1::PauseVmResponse> {
         unused()
     }

@@ -31,7 +31,7 @@
 //! | DeleteVm | the response is written together with the removal of the record: answered |
 //! | StartVm, RestartVm | a run that the request began, and that continues, is the response; otherwise carried out again |
 //! | StopVm, PauseVm, ResumeVm | carried out again; an already reached state is a success |
-//! | ResetVm | carried out again when its response was not written: a reset leaves no durable trace |
+//! | ResetVm, InjectNmi | carried out again when its response was not written: neither leaves a durable trace |
 //! | AttachDisk | carried out again; the same disk again is no error, and `preconditions.generation` is not checked |
 //! | DetachDisk | a missing disk is a success |
 //! | ResizeVmDisk, UpdateDisk | carried out again; an already reached state is a success, and the generation is not checked |

@@ -31,6 +31,7 @@ responses! {
     "CreateVm": CreateVmResponse,
     "UpdateVm": UpdateVmResponse,
     "ResetVm": ResetVmResponse,
+    "InjectNmi": InjectNmiResponse,
     "StartVm": StartVmResponse,
     "StopVm": StopVmResponse,
     "RestartVm": RestartVmResponse,

@@ -111,6 +111,8 @@ pub struct Actor {
     reset_told: Option<Instant>,
     /// The same of resets after a crash.
     crash_told: Option<Instant>,
+    /// The same of an expired watchdog.
+    watchdog_told: Option<Instant>,
     /// When counters were last published alone, and when they are to be.
     counted: Option<Instant>,
     counts_due: Option<Instant>,
@@ -209,6 +211,7 @@ impl Actor {
             rebooted: None,
             reset_told: None,
             crash_told: None,
+            watchdog_told: None,
             counted: None,
             counts_due: None,
             asks_state: false,
@@ -494,7 +497,7 @@ impl Actor {
             Request::Stop => Type::VmStop,
             Request::Restart => Type::VmRestart,
             Request::Delete { .. } => Type::VmDelete,
-            Request::Pause | Request::Resume | Request::Reset => {
+            Request::Pause | Request::Resume | Request::Reset | Request::Nmi => {
                 self.begin_change(life.request, life.reply);
                 return ControlFlow::Continue(());
             }

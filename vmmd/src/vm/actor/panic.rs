@@ -26,8 +26,8 @@ impl Actor {
         self.instance.as_ref().is_some_and(|instance| instance.panicked)
     }
 
-    /// The `vmm` says that the guest's kernel has panicked.
-    pub(super) fn on_panicked(&mut self) {
+    /// The `vmm` says that the guest's kernel has panicked, with parameters by Hyper-V's interface.
+    pub(super) fn on_panicked(&mut self, parameters: &[u64]) {
         let Some(instance) = &mut self.instance else {
             return;
         };
@@ -35,7 +35,14 @@ impl Actor {
             return;
         }
         self.record.counts.get_or_insert_default().guest_panics += 1;
-        self.tell(EventSeverity::Warning, GUEST_PANICKED, PANICKED);
+        let message = match parameters {
+            [] => PANICKED.to_owned(),
+            parameters => {
+                let list: Vec<_> = parameters.iter().map(|it| format!("{it:#x}")).collect();
+                format!("{PANICKED}, with the crash parameters {}", list.join(", "))
+            }
+        };
+        self.tell(EventSeverity::Warning, GUEST_PANICKED, &message);
         self.show_panic();
     }
 

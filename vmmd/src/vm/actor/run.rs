@@ -10,7 +10,7 @@ use vm_lifecycle::{
     pause::{self, Effect},
 };
 use vmm_protocol::vmm::{
-    Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op,
+    Event, GetStatus, InjectNmi, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op,
 };
 use vmmd_api::v1::{EventSeverity, VmPhase};
 use vmmd_host::{
@@ -60,6 +60,7 @@ impl Actor {
         let op = match request {
             Request::Pause => Op::Pause(Pause {}),
             Request::Reset => Op::ResetMachine(ResetMachine {}),
+            Request::Nmi => Op::InjectNmi(InjectNmi {}),
             _ => Op::Resume(Resume {}),
         };
         let change = async move {
@@ -70,19 +71,20 @@ impl Actor {
         self.work = Work::Change(Change {
             task,
             reply,
-            reset: request == Request::Reset,
+            request,
             said: None,
         });
     }
 
     pub(super) fn on_changed(&mut self, result: Result<vmm_protocol::vmm::Status, control::Error>) {
         let Work::Change(Change {
-            reply, said, reset, ..
+            reply, said, request, ..
         }) = std::mem::take(&mut self.work)
         else {
             return;
         };
         let failed = result.is_err();
+        let reset = request == Request::Reset;
         match result {
             Ok(status) => {
                 if reset {
@@ -96,6 +98,10 @@ impl Actor {
                         "Reset",
                         "the VM's machine was reset by request",
                     );
+                }
+                if request == Request::Nmi {
+                    let message = "the guest got a non-maskable interrupt by request";
+                    self.tell(EventSeverity::Normal, "NmiInjected", message);
                 }
                 respond(reply, Ok(self.state()));
             }
@@ -176,7 +182,7 @@ impl Actor {
                 self.take_state(&status);
             }
             if status.panicked && !self.asks_again {
-                self.on_panicked();
+                self.on_panicked(&[]);
             }
             self.publish();
         }
@@ -274,7 +280,8 @@ impl Actor {
                 self.tell_crash_reset(&reset.message);
                 self.publish_counts();
             }
-            Some(event::Kind::GuestPanicked(_)) => self.on_panicked(),
+            Some(event::Kind::GuestPanicked(panicked)) => self.on_panicked(&panicked.parameters),
+            Some(event::Kind::WatchdogExpired(_)) => self.tell_watchdog(),
             Some(event::Kind::ChannelsChanged(changed)) => {
                 // An answer that is on its way may be older.
                 self.asks_again |= self.asks_state;
@@ -436,7 +443,7 @@ impl Actor {
                     self.take_state(&status);
                 }
                 if status.panicked {
-                    self.on_panicked();
+                    self.on_panicked(&[]);
                 }
                 self.look();
                 let paused = status.state() == State::Paused;

@@ -1,8 +1,10 @@
 //! Events about the VM.
 
 use tokio::time::{Duration, Instant};
+use vm_lifecycle::pause::{EXPIRED, WATCHDOG_EXPIRED};
 use vmmd_api::v1::{EventSeverity, VmPhase};
 use vmmd_objects::event::{Draft, Object};
+use vmmd_spec::policy::WatchdogAction;
 
 use super::Actor;
 use crate::vm::api::describe::DISK_ERROR;
@@ -19,6 +21,22 @@ impl Actor {
         draft.severity = severity;
         draft.operation = operation;
         self.host.events.emit(draft);
+    }
+
+    /// Emits an event for an expired watchdog.
+    pub(super) fn tell_watchdog(&mut self) {
+        let Some(now) = due(self.watchdog_told) else {
+            return;
+        };
+        self.watchdog_told = Some(now);
+        let action = match self.spec.watchdog {
+            Some(WatchdogAction::Reset) => "the machine is reset",
+            Some(WatchdogAction::PowerOff) => "the run of the VM ends",
+            Some(WatchdogAction::Pause) => "the VM is paused",
+            Some(WatchdogAction::None) | None => "no action follows",
+        };
+        let message = format!("{EXPIRED}: {action}");
+        self.tell(EventSeverity::Warning, WATCHDOG_EXPIRED, &message);
     }
 
     /// Emits an event for the new phase if it differs from `before`.

@@ -19,7 +19,7 @@ use vmmd_objects::operation::{Handle, Metadata, Progress};
 
 use crate::{
     control::{self, Notice},
-    registry::vms::command::LifeReply,
+    registry::vms::command::{LifeReply, Request},
     vm::{
         instance::{
             Instance, Unreaped,
@@ -116,15 +116,15 @@ impl Stop {
     }
 }
 
-/// A pause, resume or reset.
+/// A pause, resume, reset or non-maskable interrupt.
 #[derive(Debug)]
 pub struct Change {
     /// Does it.
     pub task: JoinHandle<Result<Status, control::Error>>,
     /// Caller that waits for the result.
     pub reply: LifeReply,
-    /// It is a reset.
-    pub reset: bool,
+    /// Which of them.
+    pub request: Request,
     /// State that the `vmm` reported meanwhile: a disk may fail at the moment of a resume.
     pub said: Option<Status>,
 }

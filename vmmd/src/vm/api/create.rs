@@ -235,7 +235,7 @@ async fn make(
 /// The event of a VM whose user data its guest most likely ignores.
 pub fn unknown_user_data(object: Object, spec: &VmSpec) -> Option<Draft> {
     let init = spec.cloud_init.as_ref()?;
-    let unknown = !cloud_init::is_known_user_data(&init.user_data);
+    let unknown = init.kind.is_for_cloud_init() && !cloud_init::is_known_user_data(&init.user_data);
     unknown.then(|| Draft::warning(object, "UserDataUnknown", cloud_init::UNKNOWN_USER_DATA))
 }
 

@@ -40,7 +40,9 @@ use crate::files::{Files, OpenDisk};
 /// as all shares do.
 const RNG_SLOT: u32 = 1;
 const NIC_SLOTS: Range<u32> = 2..10;
-const DISK_SLOTS: Range<u32> = 10..24;
+const DISK_SLOTS: Range<u32> = 10..23;
+/// Slot of the watchdog, which has a BAR of 32 bits and so its place on bus 0. Not in the record.
+const WATCHDOG_SLOT: u32 = 23;
 /// Slot of the socket device. Not in the record.
 const VSOCK_SLOT: u32 = 24;
 /// Of the channels. Not in the record: no VM ever has them elsewhere.
@@ -122,6 +124,7 @@ pub fn reallocate(
             // Earlier daemons gave these slots to disks.
             let slot = slot.filter(|slot| !spec.has_channels() || **slot != CHANNELS_SLOT);
             let slot = slot.filter(|slot| spec.vsock.is_none() || **slot != VSOCK_SLOT);
+            let slot = slot.filter(|slot| spec.watchdog.is_none() || **slot != WATCHDOG_SLOT);
             let free = slot.filter(|slot| !taken(&[&new]).contains(slot) && disk.bus.has(**slot));
             if let (false, Some(slot)) = (new.disk_slots.contains_key(name), free) {
                 new.disk_slots.insert(name.to_owned(), *slot);
@@ -332,6 +335,11 @@ pub fn assemble(
             data_fd: fds.add(data),
             control_fd: fds.add(control),
         }),
+        ignition: spec.ignition().to_vec(),
+        watchdog: spec.watchdog.map(|action| vmm::Watchdog {
+            pci_slot: WATCHDOG_SLOT,
+            action: vmm::WatchdogAction::from(action).into(),
+        }),
         vsock: spec.vsock.map(|vsock| vmm::Vsock {
             pci_slot: VSOCK_SLOT,
             cid: vsock.cid,
@@ -521,9 +529,9 @@ mod tests {
     fn plugged_disk_takes_the_lowest_free_slot() {
         let mut spec = full();
         let disk = spec.disks.remove(3);
-        spec.disks.truncate(13);
+        spec.disks.truncate(12);
         let mut hardware = allocate(&spec, |_| Mac::local([2; 6]));
-        assert_eq!(free_slot(Bus::Virtio, &[&hardware]), Some(23));
+        assert_eq!(free_slot(Bus::Virtio, &[&hardware]), Some(22));
         hardware.disk_slots.remove("disk5");
         let slot = free_slot(Bus::Virtio, &[&hardware]).unwrap();
         hardware.disk_slots.insert(disk.name.to_string(), slot);
@@ -531,7 +539,7 @@ mod tests {
         assert_eq!((wire.name.as_str(), wire.pci_slot, wire.fd), ("disk3", slot, 0));
         let below: Vec<_> = wire.backing.iter().map(|image| image.fd).collect();
         assert_eq!((below, fds.len()), (vec![1, 2], 3));
-        hardware.disk_slots.insert("more".into(), 23);
+        hardware.disk_slots.insert("more".into(), 22);
         assert_eq!(
             free_slot(Bus::Virtio, &[&hardware]),
             Some(33),
@@ -634,7 +642,7 @@ mod tests {
         let nics: Vec<u32> = (0..10)
             .map(|nic| hardware.nics[&format!("eth{nic}")].slot)
             .collect();
-        assert_eq!(disks, (10..24).chain([33, 34, 35, 36]).collect::<Vec<_>>());
+        assert_eq!(disks, (10..23).chain([33, 34, 35, 36, 37]).collect::<Vec<_>>());
         assert_eq!(nics, (2..10).chain([95, 94]).collect::<Vec<_>>());
     }
 
@@ -687,7 +695,7 @@ mod tests {
                 let slots: Vec<_> = new.disk_slots.values().copied().chain(new.nics.values().map(|nic| nic.slot)).collect();
                 let different: BTreeSet<_> = slots.iter().collect();
                 proptest::prop_assert_eq!(different.len(), slots.len());
-                let reserved = [RNG_SLOT, VSOCK_SLOT, CHANNELS_SLOT, BALLOON_SLOT, CONSOLE_SLOT];
+                let reserved = [RNG_SLOT, WATCHDOG_SLOT, VSOCK_SLOT, CHANNELS_SLOT, BALLOON_SLOT, CONSOLE_SLOT];
                 proptest::prop_assert!(slots.iter().all(|slot| pci::PciSlot::try_from(*slot).is_ok() && !reserved.contains(slot)));
                 hardware = new;
             }

@@ -13,6 +13,7 @@ use tokio::task::{JoinSet, spawn_blocking};
 use uuid::Uuid;
 use vm_lifecycle::{
     exit::{Evidence, classify, count, phase},
+    pause::{EXPIRED, WATCHDOG_EXPIRED},
     policy::Occasion,
 };
 use vmm_protocol::vmm::{PauseReason, State, Status};
@@ -268,6 +269,7 @@ fn paused_view(status: &Status) -> View {
         PauseReason::Migration => {
             View::new(VmPhase::Paused, MIGRATING, "its memory was sent to another node")
         }
+        PauseReason::Watchdog => View::new(VmPhase::Paused, WATCHDOG_EXPIRED, EXPIRED),
         PauseReason::Snapshot => View::new(VmPhase::Paused, SNAPSHOT, "a snapshot is written"),
         _ => View::new(VmPhase::Paused, "Paused", ""),
     }

@@ -1,11 +1,14 @@
-//! ISO 9660 images with a few files in the root directory (ECMA-119), and a Joliet directory that has the names as they are: the volume
+//! ISO 9660 images with a few files (ECMA-119), and a second tree of directories (Joliet) that has the names as they are: the volume
 //! identifier is the label, and readers without Joliet get the names in capital letters.
+
+use std::collections::BTreeSet;
 
 /// Bytes of a logical sector and block.
 const SECTOR: usize = 2048;
-/// Sectors behind the two trees: the end of the descriptors, and the first file.
+/// Sector of the end of the descriptors.
 const TERMINATOR: usize = 18;
-const FILES: usize = 25;
+/// The first sector of the directories of both trees, a sector for each. The files follow.
+const DIRECTORIES: usize = 23;
 /// Begin of each volume descriptor behind its type: identifier and version (8.1).
 const STANDARD: &[u8] = b"CD001\x01";
 /// UCS-2 level 3 (Joliet Specification, "Escape Sequences").
@@ -16,41 +19,90 @@ const DIRECTORY: u8 = 2;
 const SELF: &[u8] = &[0];
 const PARENT: &[u8] = &[1];
 
-/// One of the two directory trees, with the sectors of its parts.
-struct Tree {
+/// A directory, as the path tables number them: by level, then by path (6.9.1). The first one is the root.
+struct Directory<'a> {
+    /// Without slashes at its ends; empty for the root.
+    path: &'a str,
+    /// Number of its parent, from 0; the root is its own.
+    parent: usize,
+}
+
+impl Directory<'_> {
+    /// Identifier in its parent.
+    fn name(&self) -> &str {
+        split(self.path).1
+    }
+}
+
+/// A file.
+struct Extent<'a> {
+    path: &'a str,
+    sector: usize,
+    length: usize,
+}
+
+/// One of the two trees of directories, with the sectors of its parts.
+struct Tree<'a> {
     joliet: bool,
     descriptor: usize,
     /// Path tables in both byte orders.
     tables: [usize; 2],
-    /// The root directory.
+    /// The first directory, which is the root.
     root: usize,
+    directories: &'a [Directory<'a>],
 }
 
-const TREES: [Tree; 2] = [
-    Tree {
-        joliet: false,
-        descriptor: 16,
-        tables: [19, 20],
-        root: 23,
-    },
-    Tree {
-        joliet: true,
-        descriptor: 17,
-        tables: [21, 22],
-        root: 24,
-    },
-];
+/// The directory of a path, and its name there.
+fn split(path: &str) -> (&str, &str) {
+    path.rsplit_once('/').unwrap_or(("", path))
+}
 
-/// An image with this label and these files, whose directory fits a sector. It is at least `length` bytes long. The same input gives the
-/// same image.
+/// All directories of files with these paths.
+fn directories<'a>(paths: impl Iterator<Item = &'a str>) -> Vec<Directory<'a>> {
+    let level = |path: &str| match path {
+        "" => 0,
+        path => 1 + path.matches('/').count(),
+    };
+    let mut found = BTreeSet::from([(0, "")]);
+    for path in paths {
+        let mut directory = split(path).0;
+        while !directory.is_empty() {
+            found.insert((level(directory), directory));
+            directory = split(directory).0;
+        }
+    }
+    let found: Vec<_> = found.into_iter().map(|(_, path)| path).collect();
+    let number = |path: &str| found.iter().position(|other| *other == path);
+    let directory = |path: &&'a str| Directory {
+        path,
+        parent: number(split(path).0).unwrap_or(0),
+    };
+    found.iter().map(directory).collect()
+}
+
+/// An image with this label and these files, by their paths; each directory, and all their names, fit a sector. It is at least
+/// `length` bytes long. The same input gives the same image.
 pub fn image(label: &str, files: &[(&str, Vec<u8>)], length: usize) -> Vec<u8> {
+    let directories = directories(files.iter().map(|(path, _)| *path));
+    let trees = [(false, 16, [19, 20], 0), (true, 17, [21, 22], 1)];
+    let trees = trees.map(|(joliet, descriptor, tables, number)| Tree {
+        joliet,
+        descriptor,
+        tables,
+        root: DIRECTORIES + number * directories.len(),
+        directories: &directories,
+    });
     let mut extents = Vec::new();
-    let mut next = FILES;
-    for (name, content) in files {
-        extents.push((*name, next, content.len()));
+    let mut next = DIRECTORIES + trees.len() * directories.len();
+    for (path, content) in files {
+        extents.push(Extent {
+            path,
+            sector: next,
+            length: content.len(),
+        });
         next += content.len().div_ceil(SECTOR);
     }
-    extents.sort_by_key(|(name, ..)| *name);
+    extents.sort_by_key(|extent| extent.path);
     let sectors = next.max(length.div_ceil(SECTOR));
     let mut image = vec![0; sectors * SECTOR];
     let mut put = |sector: usize, bytes: &[u8]| {
@@ -59,31 +111,52 @@ pub fn image(label: &str, files: &[(&str, Vec<u8>)], length: usize) -> Vec<u8> {
             *to = *from;
         }
     };
-    for tree in &TREES {
+    for tree in &trees {
         put(tree.descriptor, &descriptor(tree, label, sectors));
         let [little, big] = tree.tables;
-        let root = u32::try_from(tree.root).unwrap_or(0);
-        // The only record: that of the root directory (9.4).
-        put(
-            little,
-            &[&[1, 0][..], &root.to_le_bytes(), &1_u16.to_le_bytes(), &[0, 0]].concat(),
-        );
-        put(
-            big,
-            &[&[1, 0][..], &root.to_be_bytes(), &1_u16.to_be_bytes(), &[0, 0]].concat(),
-        );
-        put(tree.root, &directory(tree, &extents));
+        put(little, &path_table(tree, u32::to_le_bytes, u16::to_le_bytes));
+        put(big, &path_table(tree, u32::to_be_bytes, u16::to_be_bytes));
+        for number in 0..directories.len() {
+            put(tree.root + number, &directory(tree, number, &extents));
+        }
     }
     put(TERMINATOR, &[&[255][..], STANDARD].concat());
-    for (name, at, _) in &extents {
-        let content = files.iter().find(|(file, _)| file == name);
-        put(*at, content.map_or(&[], |(_, content)| content));
+    for extent in &extents {
+        let content = files.iter().find(|(path, _)| *path == extent.path);
+        put(extent.sector, content.map_or(&[], |(_, content)| content));
     }
     image
 }
 
+/// The records of all directories (9.4), in one byte order.
+fn path_table(tree: &Tree<'_>, long: fn(u32) -> [u8; 4], short: fn(u16) -> [u8; 2]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for (number, directory) in tree.directories.iter().enumerate() {
+        let name = match number {
+            0 => SELF.to_vec(),
+            _ => tree.identifier(directory.name()),
+        };
+        bytes.extend([u8::try_from(name.len()).unwrap_or(u8::MAX), 0]);
+        bytes.extend(long(u32::try_from(tree.root + number).unwrap_or(0)));
+        bytes.extend(short(u16::try_from(directory.parent + 1).unwrap_or(0)));
+        bytes.extend(&name);
+        bytes.extend([0][..name.len() % 2].iter());
+    }
+    bytes
+}
+
+impl Tree<'_> {
+    /// A name as directories have it.
+    fn identifier(&self, name: &str) -> Vec<u8> {
+        match self.joliet {
+            false => name.to_uppercase().into_bytes(),
+            true => ucs2(name),
+        }
+    }
+}
+
 /// A volume descriptor (8.4, 8.5).
-fn descriptor(tree: &Tree, label: &str, sectors: usize) -> Vec<u8> {
+fn descriptor(tree: &Tree<'_>, label: &str, sectors: usize) -> Vec<u8> {
     let text = |text: &str, length: usize| match tree.joliet {
         false => padded(text.as_bytes(), length, b" "),
         true => padded(&ucs2(text), length, &[0, b' ']),
@@ -107,8 +180,9 @@ fn descriptor(tree: &Tree, label: &str, sectors: usize) -> Vec<u8> {
     for number in [1, 1, SECTOR] {
         bytes.extend(both_16(number));
     }
-    // The path table has one record of 10 bytes.
-    bytes.extend(both_32(10));
+    bytes.extend(both_32(
+        path_table(tree, u32::to_le_bytes, u16::to_le_bytes).len(),
+    ));
     bytes.extend(location(little).to_le_bytes());
     bytes.extend([0; 4]);
     bytes.extend(location(big).to_be_bytes());
@@ -127,18 +201,29 @@ fn descriptor(tree: &Tree, label: &str, sectors: usize) -> Vec<u8> {
     bytes
 }
 
-/// The root directory (9.1).
-fn directory(tree: &Tree, files: &[(&str, usize, usize)]) -> Vec<u8> {
-    let own = tree.root;
-    let mut bytes = record(SELF, own, SECTOR, DIRECTORY);
-    bytes.extend(record(PARENT, own, SECTOR, DIRECTORY));
-    for (name, at, length) in files {
-        let name = match tree.joliet {
-            false => format!("{};1", name.to_uppercase()).into_bytes(),
-            true => ucs2(name),
-        };
-        bytes.extend(record(&name, *at, *length, 0));
+/// The directory with this number (9.1).
+fn directory(tree: &Tree<'_>, number: usize, files: &[Extent<'_>]) -> Vec<u8> {
+    let Some(own) = tree.directories.get(number) else {
+        return Vec::new();
+    };
+    let mut bytes = record(SELF, tree.root + number, SECTOR, DIRECTORY);
+    bytes.extend(record(PARENT, tree.root + own.parent, SECTOR, DIRECTORY));
+    let mut entries = Vec::new();
+    for (index, directory) in tree.directories.iter().enumerate().skip(1) {
+        if directory.parent == number {
+            let name = tree.identifier(directory.name());
+            entries.push((name.clone(), record(&name, tree.root + index, SECTOR, DIRECTORY)));
+        }
     }
+    for file in files.iter().filter(|file| split(file.path).0 == own.path) {
+        let mut name = tree.identifier(split(file.path).1);
+        if !tree.joliet {
+            name.extend(b";1");
+        }
+        entries.push((name.clone(), record(&name, file.sector, file.length, 0)));
+    }
+    entries.sort();
+    bytes.extend(entries.into_iter().flat_map(|(_, record)| record));
     bytes
 }
 
@@ -193,16 +278,22 @@ pub fn read(image: &[u8]) -> (String, Vec<(String, Vec<u8>)>) {
     let descriptor = 17 * SECTOR;
     assert_eq!(image[descriptor..descriptor + 7], *b"\x02CD001\x01");
     let label = text(&image[descriptor + 40..descriptor + 72]).trim().to_owned();
-    let (mut at, end) = (number(descriptor + 158) * SECTOR, number(descriptor + 166));
-    let end = at + end;
     let mut files = Vec::new();
-    while at < end && image[at] != 0 {
-        let name = text(&image[at + 33..at + 33 + usize::from(image[at + 32])]);
-        let (start, length) = (number(at + 2) * SECTOR, number(at + 10));
-        if image[at + 25] & DIRECTORY == 0 {
-            files.push((name, image[start..start + length].to_vec()));
+    let mut directories = vec![(String::new(), number(descriptor + 158))];
+    while let Some((path, sector)) = directories.pop() {
+        let mut at = sector * SECTOR;
+        let end = at + SECTOR;
+        while at < end && image[at] != 0 {
+            let name = &image[at + 33..at + 33 + usize::from(image[at + 32])];
+            let (start, length) = (number(at + 2), number(at + 10));
+            let full = || format!("{path}{}", text(name));
+            match (image[at + 25] & DIRECTORY, name) {
+                (0, _) => files.push((full(), image[start * SECTOR..][..length].to_vec())),
+                (_, SELF | PARENT) => {}
+                _ => directories.push((full() + "/", start)),
+            }
+            at += usize::from(image[at]);
         }
-        at += usize::from(image[at]);
     }
     (label, files)
 }
@@ -240,7 +331,11 @@ mod tests {
     #[test]
     fn isoinfo_reads_the_files() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let files = [("meta-data", b"instance-id: web\n".to_vec())];
+        let files = [
+            ("meta-data", b"instance-id: web\n".to_vec()),
+            ("openstack/latest/user_data", b"#!/bin/sh\n".to_vec()),
+            ("openstack/content/0000", b"0".to_vec()),
+        ];
         std::fs::write(file.path(), image("cidata", &files, 0)).unwrap();
         let isoinfo = |more: &[&str]| {
             let run = Command::new("isoinfo")
@@ -254,5 +349,16 @@ mod tests {
         assert!(described.contains("Volume id: cidata"), "{described}");
         let content = isoinfo(&["-J", "-x", "/meta-data"]).unwrap();
         assert_eq!(content, "instance-id: web\n");
+        for (tree, path) in [
+            (&["-J"][..], "/openstack/latest/user_data"),
+            (&[], "/OPENSTACK/LATEST/USER_DATA;1"),
+        ] {
+            let content = isoinfo(&[tree, &["-x", path]].concat()).unwrap();
+            assert_eq!(content, "#!/bin/sh\n", "{path}");
+        }
+        let paths = isoinfo(&["-p"]).unwrap();
+        for name in ["OPENSTACK", "CONTENT", "LATEST"] {
+            assert!(paths.contains(name), "{paths}");
+        }
     }
 }

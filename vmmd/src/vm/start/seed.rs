@@ -1,5 +1,11 @@
-//! The seed of a VM's cloud-init: a small ISO 9660 image with the label `cidata`, which the daemon makes at each start (cloud-init,
-//! "NoCloud"). It is in memory alone, so that nothing of it stays on the node. Blocking.
+//! The seed of a VM's first boot: a small ISO 9660 image, which the daemon makes at each start. It is in memory alone, so that nothing
+//! of it stays on the node. Blocking.
+//!
+//! | form | label | read by |
+//! |---|---|---|
+//! | NoCloud | `cidata` | cloud-init |
+//! | ConfigDrive | `config-2` | cloud-init, cloudbase-init, Ignition |
+//! | sysprep | `sysprep` | Windows Setup, sysprep |
 //!
 //! The daemon's own files are YAML with one key on a line, which readers without a YAML parser understand.
 
@@ -10,16 +16,19 @@ use std::{
 };
 
 use rustix::fs::{MemfdFlags, memfd_create};
+use serde_json::{Map, json};
 use uuid::Uuid;
 use vmmd_network::netd::metadata::{Document, Instance};
-use vmmd_spec::{cloud_init::CloudInit, nic::Mac, share::Share};
+use vmmd_spec::{
+    cloud_init::{CloudInit, SeedType},
+    nic::Mac,
+    share::Share,
+};
 
 use super::{iso, vendor};
 
 /// Length of the disk in bytes, with room for the longest files.
 const SIZE: usize = 1 << 20;
-/// Readers compare it in lower case.
-const LABEL: &str = "cidata";
 
 /// Contents of a seed.
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +67,53 @@ impl Seed<'_> {
         or(&self.init.hostname, || self.name.to_owned())
     }
 
-    /// The files of the seed.
+    /// Label and files of the disk.
+    fn content(&self) -> (&'static str, Vec<(&'static str, Vec<u8>)>) {
+        match self.init.kind {
+            SeedType::NoCloud => ("cidata", self.files()),
+            SeedType::ConfigDrive | SeedType::Ignition => ("config-2", self.config_drive()),
+            SeedType::Sysprep => {
+                // Setup reads the first, sysprep the second one (Microsoft, "Windows Setup Automation Overview").
+                let file = |name| (name, self.init.user_data.clone());
+                ("sysprep", vec![file("Autounattend.xml"), file("Unattend.xml")])
+            }
+        }
+    }
+
+    /// The files of a ConfigDrive (OpenStack, "Config drives").
+    fn config_drive(&self) -> Vec<(&'static str, Vec<u8>)> {
+        let init = self.init;
+        let keys = init.ssh_authorized_keys.iter().enumerate();
+        let keys: Map<_, _> = keys
+            .map(|(number, key)| (format!("key-{number}"), key.as_str().into()))
+            .collect();
+        let meta = json!({
+            "uuid": self.instance_id(),
+            "name": self.name,
+            "hostname": self.hostname(),
+            "launch_index": 0,
+            "public_keys": keys,
+        });
+        let mut files = vec![("openstack/latest/meta_data.json", meta.to_string().into_bytes())];
+        if !init.user_data.is_empty() {
+            files.push(("openstack/latest/user_data", init.user_data.clone()));
+        }
+        if !init.network_config.is_empty() {
+            let network = init.network_config.clone().into_bytes();
+            files.push(("openstack/latest/network_data.json", network));
+        }
+        let vendor_data = match (&init.vendor_data, vendor::data(init, self.shares)) {
+            (given, own) if *given == own => own,
+            // The daemon's data is for cloud-init, which has a key of its own there.
+            (_, own) => json!({"cloud-init": own}).to_string(),
+        };
+        if !vendor_data.is_empty() {
+            files.push(("openstack/latest/vendor_data.json", vendor_data.into_bytes()));
+        }
+        files
+    }
+
+    /// The files of NoCloud.
     fn files(&self) -> Vec<(&'static str, Vec<u8>)> {
         let init = self.init;
         let (instance, hostname) = (scalar(&self.instance_id()), scalar(&self.hostname()));
@@ -111,7 +166,8 @@ impl Seed<'_> {
     /// The disk, open for reading only. The same seed is the same disk, byte for byte.
     pub fn make(&self) -> io::Result<OwnedFd> {
         let mut memory = File::from(memfd_create("cloud-init", MemfdFlags::CLOEXEC)?);
-        memory.write_all(&iso::image(LABEL, &self.files(), SIZE))?;
+        let (label, files) = self.content();
+        memory.write_all(&iso::image(label, &files, SIZE))?;
         Ok(File::open(format!("/proc/self/fd/{}", memory.as_raw_fd()))?.into())
     }
 }
@@ -155,7 +211,12 @@ mod tests {
         (&disk).read_to_end(&mut content).unwrap();
         assert_eq!(content.len(), SIZE);
         let (label, files) = iso::read(&content);
-        assert_eq!(label, LABEL);
+        let expected = match seed.init.kind {
+            SeedType::NoCloud => "cidata",
+            SeedType::ConfigDrive | SeedType::Ignition => "config-2",
+            SeedType::Sysprep => "sysprep",
+        };
+        assert_eq!(label, expected);
         let text = |(name, content)| (name, String::from_utf8(content).unwrap());
         files.into_iter().map(text).collect()
     }
@@ -194,6 +255,95 @@ mod tests {
         );
         assert_eq!(files[2].1.as_bytes(), init.user_data);
         assert!(files[3].1.starts_with("#cloud-config\n") && files[3].1.contains("$6$salt$hash"));
+    }
+
+    fn seed(init: &CloudInit) -> Seed<'_> {
+        Seed {
+            init,
+            uid: Uuid::nil(),
+            name: "web",
+            nics: &[],
+            shares: &[],
+        }
+    }
+
+    #[test]
+    fn config_drive_has_the_files_of_openstack() {
+        let init = CloudInit {
+            kind: SeedType::ConfigDrive,
+            user_data: b"#!/bin/sh\n".to_vec(),
+            network_config: "{\"links\": []}".into(),
+            ssh_authorized_keys: vec!["ssh-ed25519 AAAA me".into()],
+            password_hash: "$6$salt$hash".into(),
+            ..Default::default()
+        };
+        let files = read(&seed(&init));
+        let names: Vec<_> = files.iter().map(|(name, _)| name.as_str()).collect();
+        let expected = [
+            "meta_data.json",
+            "network_data.json",
+            "user_data",
+            "vendor_data.json",
+        ];
+        assert_eq!(names, expected.map(|name| format!("openstack/latest/{name}")));
+        let json = |at: usize| serde_json::from_str::<serde_json::Value>(&files[at].1).unwrap();
+        let meta = json(0);
+        assert_eq!(
+            (&meta["uuid"], &meta["hostname"]),
+            (&Uuid::nil().to_string().into(), &"web".into())
+        );
+        assert_eq!(meta["public_keys"]["key-0"], "ssh-ed25519 AAAA me");
+        assert_eq!(
+            (files[1].1.as_str(), files[2].1.as_str()),
+            ("{\"links\": []}", "#!/bin/sh\n")
+        );
+        let vendor = json(3);
+        let vendor = vendor["cloud-init"].as_str().unwrap();
+        assert!(vendor.starts_with("#cloud-config\n") && vendor.contains("$6$salt$hash"));
+    }
+
+    #[test]
+    fn config_drive_without_data_has_its_metadata_alone() {
+        let kind = SeedType::ConfigDrive;
+        let init = CloudInit {
+            kind,
+            ..Default::default()
+        };
+        let files = read(&seed(&init));
+        assert_eq!(files.len(), 1, "{files:?}");
+        let given = CloudInit {
+            kind,
+            vendor_data: "{\"a\": 1}".into(),
+            ..Default::default()
+        };
+        assert_eq!(read(&seed(&given))[1].1, given.vendor_data);
+    }
+
+    #[test]
+    fn answer_file_of_windows_has_both_names() {
+        let init = CloudInit {
+            kind: SeedType::Sysprep,
+            user_data: b"<unattend/>".to_vec(),
+            ..Default::default()
+        };
+        let file = |name: &str| (name.to_owned(), "<unattend/>".to_owned());
+        let expected = [file("Autounattend.xml"), file("Unattend.xml")];
+        assert_eq!(read(&seed(&init)), expected);
+    }
+
+    #[test]
+    fn ignition_without_firmware_is_user_data_of_a_config_drive() {
+        let init = CloudInit {
+            kind: SeedType::Ignition,
+            user_data: b"{\"ignition\": {}}".to_vec(),
+            ..Default::default()
+        };
+        let files = read(&seed(&init));
+        let (name, content) = &files[1];
+        assert_eq!(
+            (name.as_str(), content.as_bytes()),
+            ("openstack/latest/user_data", &init.user_data[..])
+        );
     }
 
     #[test]

@@ -49,6 +49,8 @@ stored! {
         tpm: Option<TpmSpec>,
         #[prost(message, optional, tag = "33")]
         vsock: Option<VsockSpec>,
+        #[prost(message, optional, tag = "37")]
+        watchdog: Option<WatchdogSpec>,
         #[prost(message, repeated, tag = "34")]
         credentials: Vec<Credential>,
         #[prost(message, repeated, tag = "35")]
@@ -57,6 +59,14 @@ stored! {
         channels: Vec<ChannelSpec>,
         #[prost(message, optional, tag = "40")]
         probes: Option<ProbesSpec>,
+    }
+}
+
+stored! {
+    /// The watchdog.
+    WatchdogSpec of v1::WatchdogSpec {
+        #[prost(int32, tag = "1")]
+        action: i32,
     }
 }
 
@@ -238,6 +248,8 @@ pub struct CloudInit {
     pub network_config_digest: String,
     #[prost(string, tag = "12")]
     pub vendor_data_digest: String,
+    #[prost(int32, tag = "13")]
+    pub r#type: i32,
     #[prost(bytes = "vec", tag = "20")]
     pub sealed: Vec<u8>,
 }
@@ -257,6 +269,7 @@ impl Mirror<CloudInit> for v1::CloudInit {
             user_data_base64,
             network_config_digest,
             vendor_data_digest,
+            r#type,
         } = self;
         CloudInit {
             user_data,
@@ -271,6 +284,7 @@ impl Mirror<CloudInit> for v1::CloudInit {
             user_data_base64,
             network_config_digest,
             vendor_data_digest,
+            r#type,
             sealed: Vec::new(),
         }
     }
@@ -291,6 +305,7 @@ impl Mirror<v1::CloudInit> for CloudInit {
             user_data_base64,
             network_config_digest,
             vendor_data_digest,
+            r#type,
             sealed: _,
         } = self;
         v1::CloudInit {
@@ -306,6 +321,7 @@ impl Mirror<v1::CloudInit> for CloudInit {
             user_data_base64,
             network_config_digest,
             vendor_data_digest,
+            r#type,
         }
     }
 }
@@ -325,6 +341,8 @@ stored! {
         model: String,
         #[prost(message, optional, tag = "6")]
         features: Option<CpuFeatures>,
+        #[prost(bool, tag = "7")]
+        hyperv: bool,
     }
 }
 

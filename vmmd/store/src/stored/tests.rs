@@ -55,6 +55,7 @@ fn a_spec_is_read_as_it_was_written() {
             password_hash: "$6$a$b".into(),
             ..v1::AccessCredential::default()
         }],
+        watchdog: Some(v1::WatchdogSpec { action: 3 }),
         probes: Some(v1::ProbesSpec {
             startup: Some(v1::Probe {
                 check: Some(v1::probe::Check::Http(v1::HttpCheck {

@@ -38,7 +38,8 @@ use crate::{args::FirmwareFiles, sys};
 /// keyboard and tablet, then the virtio-console; more disks and NICs on further buses.
 const RNG_SLOT: u32 = 1;
 const DISK_SLOTS: std::ops::Range<u32> = 2..18;
-const NIC_SLOTS: std::ops::Range<u32> = 18..25;
+const NIC_SLOTS: std::ops::Range<u32> = 18..24;
+const WATCHDOG_SLOT: u32 = 24;
 const CHANNELS_SLOT: u32 = 25;
 const BALLOON_SLOT: u32 = 26;
 const DISPLAY_SLOTS: [u32; 3] = [27, 28, 29];
@@ -163,6 +164,11 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
         shares: Vec::new(),
         tpm: None,
         vsock: None,
+        ignition: spec.ignition().to_vec(),
+        watchdog: spec.watchdog.map(|action| vmm::Watchdog {
+            pci_slot: WATCHDOG_SLOT,
+            action: vmm::WatchdogAction::from(action).into(),
+        }),
         display: open_display(&mut fds, spec.display.as_ref(), sockets.vnc)?,
         console: open_console(&mut fds, spec.virtio_console, sockets.hvc)?,
         channels: open_channels(&mut fds, spec.guest_agent, sockets.agent)?,

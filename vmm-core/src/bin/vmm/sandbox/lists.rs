@@ -106,7 +106,7 @@ static VCPU: &[Entry] = &[
             1,
             &[
                 kvm(0x7c), // KVM_GET_CLOCK
-                kvm(0xa3), // KVM_GET_TSC_KHZ
+                kvm(0xa3), // KVM_GET_TSC_KHZ, KVM_ENABLE_CAP
                 kvm(0xcc), // KVM_GET_SREGS2
                 kvm(0xcd), // KVM_SET_SREGS2
                 kvm(0xcf), // KVM_GET_XSAVE2
@@ -116,6 +116,7 @@ static VCPU: &[Entry] = &[
             ]
         )
     ),
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x9a)])), // KVM_NMI
     entry!(SYS_ioctl, Low16(1, &[kvm(0x9e)])) // KVM_X86_SET_MCE
         .unseen("memory of the host fails that a guest uses"),
     // KVM_SET_USER_MEMORY_REGION, KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
@@ -342,6 +343,8 @@ static MAIN: &[Entry] = &[
         .unseen("a machine with a PIT in the kernel"),
     entry!(SYS_ioctl, Low16(1, &[kvm(0x88)])) // KVM_GET_MSRS of the host
         .unseen("a guest of an Intel processor with IA32_ARCH_CAPABILITIES"),
+    entry!(SYS_ioctl, Low16(1, &[kvm(0xc1)])) // KVM_GET_SUPPORTED_HV_CPUID
+        .unseen("a guest that expects Hyper-V"),
     entry!(SYS_ioctl, Low16(1, &[kvm(0x42)])), // KVM_GET_DIRTY_LOG
     entry!(SYS_ioctl, Low16(1, &[kvm(0xc0)])) // KVM_CLEAR_DIRTY_LOG
         .unseen("pages that a guest has changed just before it is paused for a snapshot"),

@@ -97,7 +97,10 @@ fn machine_restored_from_a_panicked_guest_reports_the_panic() {
         one.machine.end_snapshot().unwrap();
         one.machine.resume().unwrap();
         let other = kit.restored(&file, false).unwrap();
-        let told = matches!(other.notices.try_recv(), Ok(Input::Notice(Notice::GuestPanicked)));
+        let told = matches!(
+            other.notices.try_recv(),
+            Ok(Input::Notice(Notice::GuestPanicked(None)))
+        );
         assert_eq!(told, panicked);
     }
 }

@@ -7,6 +7,7 @@ mod refusals;
 mod snapshot;
 mod throttle;
 mod walk;
+mod watchdog;
 
 use std::{
     fs::File,

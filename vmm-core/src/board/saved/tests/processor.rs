@@ -60,6 +60,7 @@ fn v2() -> vmm::Processor {
         model: Model::V2.name().to_owned(),
         features: Model::V2.features().into_iter().map(str::to_owned).collect(),
         without: Vec::new(),
+        hyperv: false,
     }
 }
 
