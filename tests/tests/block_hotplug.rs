@@ -12,7 +12,7 @@ const TIMEOUT: i32 = 10;
 /// Disks of a VM without NICs.
 const MOST_DISKS: usize = 64;
 /// Those of them that are on bus 0.
-const ON_BUS_0: usize = 14;
+const ON_BUS_0: usize = 13;
 
 /// A guest with so many disks, `d0` to `dN`, which it calls `vda` and so on.
 fn with_disks(case: &Case, mut spec: VmSpec, count: usize) -> VmSpec {

@@ -8,6 +8,10 @@ use vmmd_tests::vm::{Console, Vm, VmSpec};
 /// A whole Debian takes one to three minutes to boot in an emulated node, and its services as long to end.
 const BOOT: u64 = 300;
 
+/// A key of `spec.accessCredentials`.
+const KEPT_KEY: &str =
+    "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJx0Zq5r8yq6V1m3m6wFq0pXbqJb1m2x0WkT8m0S7c1q of-the-spec";
+
 #[test]
 fn debian_boots_serves_ssh_and_keeps_synced_data() {
     let case = Case::new("debian");
@@ -25,6 +29,11 @@ fn debian_boots_serves_ssh_and_keeps_synced_data() {
             json!([{"name": "eth0", "network": network, "address": "10.77.0.2"}]),
         )
         .set("/guestAgent", json!({}))
+        .set(
+            "/accessCredentials",
+            json!([{"name": "root", "sshAuthorizedKeys": [KEPT_KEY]}]),
+        )
+        .set("/channels", json!([{"name": "org.example.test"}]))
         .set("/vsock", json!({}))
         .cmdline("norandmaps root=/dev/vda rw ip=:::::eth0:dhcp net.ifnames=0");
     let vm = Vm::start(&case, "", &spec);
@@ -78,6 +87,16 @@ fn debian_boots_serves_ssh_and_keeps_synced_data() {
     the_agent_describes_the_guest_and_freezes_it(&vm, &folder);
     the_agent_sets_a_password_and_a_key(&vm, &folder);
     sockets_carry_data_both_ways(&vm, &folder);
+    // A key of the spec, and a channel to a program of the guest.
+    node.sh(&format!(
+        "vmmctl wait {name} --for condition=AccessCredentialsSynchronized --timeout 60s && \
+         vmmctl exec {name} -- grep of-the-spec /root/.ssh/authorized_keys"
+    ));
+    node.sh(&format!(
+        "cd {folder} && {{ timeout 100 vmmctl channel connect {name} org.example.test </dev/null >channel & }} && timeout 90 sh -c \
+         'until grep -q program channel; do vmmctl exec {name} -- sh -c \"echo from a program >/dev/virtio-ports/org.example.test\"; done'; \
+         code=$?; kill $!; exit $code"
+    ));
 
     // A port of the node's own leads there, for as long as vmmctl runs.
     let forwarded = node
