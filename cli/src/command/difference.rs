@@ -108,8 +108,8 @@ const FIXED: [&str; 4] = [
     "spec.mtu:",
 ];
 
-/// Returns the differences between an existing network and the wanted one. What the wanted one leaves to the daemon is no
-/// difference.
+/// Returns the differences between an existing network and the wanted one. Fields that the wanted one leaves to the
+/// daemon do not differ.
 pub fn network_differences(wanted: &v1::Network, there: &v1::Network) -> Result<Differences> {
     let (mut wanted, mut there) = (wanted.clone(), there.clone());
     network::strip(&mut there);

@@ -252,7 +252,7 @@ fn a_network_is_a_manifest_too() {
     let spec = network.spec.clone().unwrap();
     assert_eq!(spec.mode(), v1::NetworkMode::Routed);
     assert_eq!(spec.security_groups[0].name, "web");
-    // As `get network -o yaml` prints it, with what the daemon sets.
+    // As `get network -o yaml` prints it, with the fields of the daemon.
     let mut there = (*network).clone();
     there.status = Some(v1::NetworkStatus::default());
     there.metadata.as_mut().unwrap().generation = 4;

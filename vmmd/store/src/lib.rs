@@ -50,14 +50,13 @@ pub use failure::store_failure;
 pub use history::{Deleted, DeletionRecords, HistoryRecords, MAX_TOMBSTONES, Tombstone};
 pub use kept::Kept;
 pub use migration::SCHEMA;
-pub use network::LEASE_RETENTION_MS;
+pub use network::{FloatingRecord, LEASE_RETENTION_MS, LeaseRecord, NetworkRecord, PortRecord};
 pub use operation::OperationRecord;
 pub use record::{
     AbortRecord, AccessKeysRecord, ConditionRecord, DiskImage, DiskRecord, DiskSource, DiskStage, FileRecord,
-    FloatingRecord, HandoverRecord, HandoverStage, Hardware, ImageRecord, ImageSource, ImageStage,
-    InstanceRecord, LeaseRecord, NetworkRecord, NicHardware, NodeRecord, OciLayoutSource, OciSource,
-    PortRecord, ProcessorRecord, RegistryCredentials, ReplacedImage, ReplacingRecord, SourceVersion,
-    StopRecord, VmRecord, disk_source, image_source,
+    HandoverRecord, HandoverStage, Hardware, ImageRecord, ImageSource, ImageStage, InstanceRecord,
+    NicHardware, NodeRecord, OciLayoutSource, OciSource, ProcessorRecord, RegistryCredentials, ReplacedImage,
+    ReplacingRecord, SourceVersion, StopRecord, VmRecord, disk_source, image_source,
 };
 pub use seal::Key;
 pub use snapshot::{RetentionRecord, SnapshotDisk, SnapshotRecord, SnapshotStage};
