@@ -23,17 +23,19 @@ fn a_guest_that_powers_itself_off_is_stopped() {
     assert_eq!(ended, ("STOPPED".into(), "GUEST_SHUTDOWN".into()));
 }
 
+/// An operator's NMI panics a guest that wants this.
 #[test]
 fn a_guest_that_panics_and_halts_is_told_apart() {
     let case = Case::new("panic");
     // Without panic= the kernel stays where it is after a panic.
     let spec = busybox()
         .set("/onPanic", "PANIC_POLICY_IGNORE".into())
-        .cmdline("panic=0")
-        .script("echo c >/proc/sysrq-trigger");
-    let vm = Vm::start(&case, "", &spec);
-    vm.console().until("Kernel panic", BOOT);
+        .cmdline("panic=0");
+    let (vm, mut console) = Vm::boot(&case, "", &spec);
+    console.run("echo 1 >/proc/sys/kernel/unknown_nmi_panic");
     let mut watch = vm.watch();
+    vm.ctl("nmi");
+    console.until("Kernel panic", BOOT);
     watch.until("GuestPanicked", Deadline::seconds(20));
     vm.ctl("stop --force");
     assert_eq!(vm.exit_reason(), "GUEST_PANIC");

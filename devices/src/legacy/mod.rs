@@ -1,9 +1,10 @@
-//! The small fixed devices of platform v1: real-time clock, keyboard controller, pvpanic, and the
-//! ACPI registers.
+//! The small fixed devices of platform v1: real-time clock, keyboard controller, NMI status, pvpanic, and
+//! the ACPI registers.
 //!
 //! | I/O ports | device | announcement in ACPI |
 //! |---|---|---|
 //! | 0x60, 0x64 | [`i8042`] | FADT: no 8042; with a keyboard, DSDT: PNP0303 |
+//! | 0x61 | [`nmi_status`] | none |
 //! | 0x70, 0x71 | [`rtc`] | DSDT: PNP0B00; FADT: index of the century |
 //! | 0x505 | [`pvpanic`] | DSDT: QEMU0001 |
 //! | 0x600 | [`pm::PowerRegister`] | FADT: reset register (value 1), sleep control and status register |
@@ -22,6 +23,7 @@
 
 pub mod i8042;
 mod keyboard;
+pub mod nmi_status;
 pub mod pm;
 pub mod pvpanic;
 pub mod rtc;
@@ -106,6 +108,7 @@ impl LegacyDevices {
             1,
             Arc::new(Mutex::new(i8042::CommandPort(Arc::clone(&self.i8042)))),
         )?;
+        pio.insert(nmi_status::PORT, 1, Arc::new(Mutex::new(nmi_status::NmiStatus)))?;
         pio.insert(rtc::PORT, rtc::LENGTH, self.rtc.clone())?;
         pio.insert(pvpanic::PORT, 1, self.pvpanic.clone())?;
         pio.insert(pm::POWER_PORT, 1, self.power.clone())?;
@@ -145,7 +148,7 @@ impl Component for LegacyDevices {
         Ok(())
     }
 
-    /// pvpanic and the power register hold nothing.
+    /// pvpanic, the NMI status and the power register hold nothing.
     fn save(&self) -> Result<Section, StateError> {
         let state = message::LegacyDevices {
             i8042: Some(lock(&self.i8042).save()),
@@ -219,6 +222,8 @@ mod tests {
         let mut data = [0];
         bus.read(0x71, &mut data);
         assert_eq!(data, [0x80]);
+        bus.read(0x61, &mut data);
+        assert_eq!(data[0] & 0xc0, 0, "no error is the cause of an NMI");
         assert_eq!(bus.unclaimed(), 0);
         assert_eq!(bus.write(0x80, &[0]), Effect::None);
         assert!(devices.map(&bus).is_err());

@@ -63,7 +63,7 @@ fn place() -> impl Strategy<Value = Place> {
     prop_oneof![
         prop_oneof![
             0x3f8_u64..0x400,
-            prop::sample::select(vec![0x60_u64, 0x64, 0x70, 0xcf8, 0xcfc, 0x505]),
+            prop::sample::select(vec![0x60_u64, 0x61, 0x64, 0x70, 0xcf8, 0xcfc, 0x505]),
             0xae00_u64..0xae28,
         ]
         .prop_map(Place::Port),
