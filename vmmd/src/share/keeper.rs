@@ -11,6 +11,7 @@
 //! the machine loses the share ([`Keepers::remove`]), the task ensures that the process ends.
 
 use std::{
+    collections::HashMap,
     fs,
     path::PathBuf,
     sync::{
@@ -82,6 +83,9 @@ struct Kept {
 #[derive(Debug)]
 pub struct Keepers {
     kept: Vec<Kept>,
+    /// Records of processes that serve no known share. The end of such a process deletes its record,
+    /// unless [`Self::add`] has taken it out.
+    strays: HashMap<PathBuf, DropGuard>,
     ends: CancellationToken,
     _ends_them: DropGuard,
 }
@@ -91,6 +95,7 @@ impl Default for Keepers {
         let ends = CancellationToken::new();
         Self {
             kept: Vec::new(),
+            strays: HashMap::new(),
             _ends_them: ends.clone().drop_guard(),
             ends,
         }
@@ -120,18 +125,35 @@ impl Keepers {
             }
             keepers.add(host, run, share, None);
         }
-        // Deletes notes of removed shares, which an earlier daemon did not delete before its end. A
-        // living process may serve a share that the machine has received without the daemon's
-        // knowledge.
-        let ended = runtime
-            .noted_shares()
-            .into_iter()
-            .filter(|note| find(note).is_none());
-        for note in ended.filter(|note| keepers.kept.iter().all(|kept| runtime.share(&kept.name) != *note)) {
-            fault::step("forget the process of a share");
-            let _gone_with_the_run = fs::remove_file(note);
+        // Records of removed shares, which an earlier daemon did not delete before its end.
+        let mut notes = runtime.noted_shares();
+        notes.retain(|note| keepers.kept.iter().all(|kept| runtime.share(&kept.name) != *note));
+        for note in notes {
+            match find(&note) {
+                Some(process) => keepers.forget_at_end(note, process),
+                None => {
+                    fault::step("forget the process of a share");
+                    let _gone_with_the_run = fs::remove_file(note);
+                }
+            }
         }
         keepers
+    }
+
+    /// Deletes the record of a process when it ends. The process serves a share that the machine has lost,
+    /// and ends soon, or one that the machine has received without the daemon's knowledge.
+    fn forget_at_end(&mut self, note: PathBuf, process: Process) {
+        let wait = self.ends.child_token();
+        self.strays.insert(note.clone(), wait.clone().drop_guard());
+        tokio::spawn(async move {
+            tokio::select! {
+                _ = process.ended() => {
+                    let pid = process.pid();
+                    let _gone_with_the_run = spawn_blocking(move || forget(&note, pid)).await;
+                }
+                () = wait.cancelled() => {}
+            }
+        });
     }
 
     /// Adds a share of the machine, unless it exists. Without `process` the task uses the recorded
@@ -141,6 +163,7 @@ impl Keepers {
             return;
         }
         let note = RuntimeDir::of(&host.config, run.uid).share(share.name.as_str());
+        self.strays.remove(&note);
         let process = process.or_else(|| find(&note));
         let vmm = run.vmm.again().map(Arc::new);
         let vmm = vmm
