@@ -97,12 +97,12 @@ fn attached_disk_is_there_after_a_restart_and_a_reset() {
     let guest = case.storage_guest(Kernel::Cloud612);
     let (vm, mut console) = Vm::boot(&case, "", &with_disks(&case, guest, ON_BUS_0 - 1));
     // The last one of bus 0, and the first of bus 1, which comes with it.
-    for (name, device) in [("data", "vdn"), ("more", "vdo")] {
+    for (name, device) in [("data", "vdm"), ("more", "vdn")] {
         let image = case.image(name, Format::Raw, 8);
         attach(&vm, name, Format::Raw, &image);
         wait_for(&mut console, device, true);
     }
-    let both = "test -b /dev/vdn && test -b /dev/vdo";
+    let both = "test -b /dev/vdm && test -b /dev/vdn";
     let slots = || ["data", "more"].map(|disk| vm.disk(disk)["pciSlot"].clone());
     let before = slots();
     console.type_line("reboot");
@@ -113,7 +113,7 @@ fn attached_disk_is_there_after_a_restart_and_a_reset() {
     let mut console = vm.booted();
     console.run(both);
     assert_eq!(slots(), before);
-    for (name, device) in [("data", "vdn"), ("more", "vdo")] {
+    for (name, device) in [("data", "vdm"), ("more", "vdn")] {
         vm.ctl_with("detach", &format!("{name} --timeout 60s"));
         wait_for(&mut console, device, false);
     }
@@ -132,12 +132,12 @@ fn a_further_bus_comes_with_its_first_disk(#[case] kernel: Kernel) {
     let image = case.image("data", Format::Raw, 8);
     for _ in 0..2 {
         attach(&vm, "data", Format::Raw, &image);
-        wait_for(&mut console, "vdo", true);
+        wait_for(&mut console, "vdn", true);
         assert_eq!(buses(&mut console), "0000:00 0000:01");
-        let write = "dd if=/dev/zero of=/dev/vdo bs=64k count=8 2>/dev/null && sync";
+        let write = "dd if=/dev/zero of=/dev/vdn bs=64k count=8 2>/dev/null && sync";
         console.run(write);
         vm.ctl_with("detach", "data --timeout 60s");
-        wait_for(&mut console, "vdo", false);
+        wait_for(&mut console, "vdn", false);
     }
     // The bus outlives its disk.
     assert_eq!(buses(&mut console), "0000:00 0000:01");
