@@ -103,7 +103,7 @@ pub struct LeaseRecord {
     /// Floating addresses of the NIC, from the start of its VM to the end of the run.
     #[prost(message, repeated, tag = "13")]
     pub floating: Vec<FloatingRecord>,
-    /// How long the address stays with its NIC after the release, in milliseconds; [`LEASE_RETENTION_MS`](crate::LEASE_RETENTION_MS)
+    /// How long the address stays with its NIC after the release, in milliseconds; [`LEASE_RETENTION_MS`]
     /// when not known.
     #[prost(uint64, optional, tag = "14")]
     pub retention_ms: Option<u64>,
