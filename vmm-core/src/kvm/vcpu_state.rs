@@ -58,7 +58,7 @@ mod mtrr {
 const MISC_ENABLE: u32 = 0x1a0;
 const FAST_STRINGS: u64 = 1;
 
-/// Hyper-V's registers (TLFS, appendix F). KVM's list has only some of those that are state.
+/// Hyper-V's registers (TLFS, appendix F). KVM's list has only a part of the registers with state.
 pub(super) mod hyperv_msr {
     /// `HV_X64_MSR_CRASH_P0` to `HV_X64_MSR_CRASH_P4`.
     pub const CRASH_PARAMETERS: [u32; 5] = [0x4000_0100, 0x4000_0101, 0x4000_0102, 0x4000_0103, 0x4000_0104];

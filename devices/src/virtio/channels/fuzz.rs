@@ -83,7 +83,7 @@ pub fn driver(data: &[u8]) {
     while !guest.input.is_empty() {
         guest.step();
     }
-    guest.pause();
+    guest.bare.pause();
 }
 
 impl Guest<'_> {
@@ -98,18 +98,18 @@ impl Guest<'_> {
             1 => {
                 let (queue, head) = (self.queue(), self.input.word());
                 self.bare.offer(queue, head);
-                self.kick(queue);
+                self.bare.kick(queue);
             }
             2 => {
-                self.pause();
-                self.start();
+                self.bare.pause();
+                self.bare.resume();
             }
-            3 => self.reset(),
+            3 => self.bare.restart(),
             4 => {
-                self.pause();
+                self.bare.pause();
                 let section = self.bare.handler.save().unwrap();
                 self.bare.handler.restore(&section, &self.bare.memory).unwrap();
-                self.start();
+                self.bare.resume();
             }
             5 | 6 => {
                 let address = &self.addresses[usize::from(self.input.byte()) % CHANNELS];
@@ -143,7 +143,7 @@ impl Guest<'_> {
             _ => self.message(),
         }
         if !self.bare.events() {
-            self.reset();
+            self.bare.restart();
         }
     }
 
@@ -180,36 +180,6 @@ impl Guest<'_> {
         let head = u16::from(self.input.byte()) % SIZE;
         self.bare.describe_chain(queue, head, &[(place, length, flags)]);
         self.bare.offer(queue, head);
-        self.kick(queue);
-    }
-
-    fn kick(&mut self, queue: u16) {
-        self.bare.notify(queue);
-        if !self.bare.run() {
-            self.reset();
-        }
-    }
-
-    fn pause(&mut self) {
-        self.bare.drain();
-        for queue in 0..self.bare.queues() {
-            assert_eq!(
-                self.bare.outstanding(queue),
-                0,
-                "a buffer of queue {queue} is lost"
-            );
-        }
-    }
-
-    fn start(&mut self) {
-        self.bare.start();
-        if !self.bare.run() {
-            self.reset();
-        }
-    }
-
-    fn reset(&mut self) {
-        self.bare.reset();
-        self.bare.start();
+        self.bare.kick(queue);
     }
 }

@@ -279,6 +279,36 @@ impl Bare {
         self.available.fill(0);
     }
 
+    /// The driver notifies the worker of a queue, which comes to rest. A corrupt ring has the device reset.
+    pub fn kick(&mut self, queue: u16) {
+        self.notify(queue);
+        if !self.run() {
+            self.restart();
+        }
+    }
+
+    /// The machine pauses. No buffer is lost.
+    pub fn pause(&mut self) {
+        self.drain();
+        for queue in 0..self.queues() {
+            assert_eq!(self.outstanding(queue), 0, "a buffer of queue {queue} is lost");
+        }
+    }
+
+    /// The machine continues after [`Self::pause`].
+    pub fn resume(&mut self) {
+        self.start();
+        if !self.run() {
+            self.restart();
+        }
+    }
+
+    /// The driver resets a device whose front has no state, and starts it.
+    pub fn restart(&mut self) {
+        self.reset();
+        self.start();
+    }
+
     /// Writes one descriptor of a queue's table.
     pub fn describe(&self, queue: u16, at: u16, address: u64, length: u32, flags: u16, next: u16) {
         let table = self.layout.fresh(queue).desc_table;

@@ -61,7 +61,7 @@ pub fn driver(data: &[u8]) {
     while !guest.input.is_empty() {
         guest.step();
     }
-    guest.pause();
+    guest.bare.pause();
 }
 
 /// Two ends of a connection that do not block.
@@ -82,17 +82,17 @@ impl Guest<'_> {
             1 => {
                 let (queue, head) = (self.queue(), self.input.word());
                 self.bare.offer(queue, head);
-                self.kick(queue);
+                self.bare.kick(queue);
             }
             2 => {
-                self.pause();
-                self.start();
+                self.bare.pause();
+                self.bare.resume();
             }
-            3 => self.reset(),
+            3 => self.bare.restart(),
             4 => {
                 let section = self.saved();
                 self.bare.handler.restore(&section, &self.bare.memory).unwrap();
-                self.start();
+                self.bare.resume();
             }
             5 | 6 => {
                 let direction = match self.input.byte() & 1 {
@@ -131,7 +131,7 @@ impl Guest<'_> {
             _ => self.packet(),
         }
         if !self.bare.events() {
-            self.reset();
+            self.bare.restart();
         }
     }
 
@@ -171,41 +171,11 @@ impl Guest<'_> {
         let head = u16::from(self.input.byte()) % SIZE;
         self.bare.describe_chain(queue, head, &[(place, length, flags)]);
         self.bare.offer(queue, head);
-        self.kick(queue);
-    }
-
-    fn kick(&mut self, queue: u16) {
-        self.bare.notify(queue);
-        if !self.bare.run() {
-            self.reset();
-        }
-    }
-
-    fn pause(&mut self) {
-        self.bare.drain();
-        for queue in [RX, TX, EVENT] {
-            assert_eq!(
-                self.bare.outstanding(queue),
-                0,
-                "a buffer of queue {queue} is lost"
-            );
-        }
+        self.bare.kick(queue);
     }
 
     fn saved(&mut self) -> crate::state::Section {
-        self.pause();
+        self.bare.pause();
         self.bare.handler.save().unwrap()
-    }
-
-    fn start(&mut self) {
-        self.bare.start();
-        if !self.bare.run() {
-            self.reset();
-        }
-    }
-
-    fn reset(&mut self) {
-        self.bare.reset();
-        self.bare.start();
     }
 }

@@ -36,7 +36,7 @@ const BASIC: &[Feature] = &[
     (PRIVILEGES, Eax, 9, "hv-reference-tsc"),
 ];
 
-/// Further features, each behind those that it needs.
+/// Further features. The features that one needs precede it.
 const FURTHER: &[Feature] = &[
     (PRIVILEGES, Eax, 0, "hv-runtime"),
     (PRIVILEGES, Eax, 2, "hv-synic"),
