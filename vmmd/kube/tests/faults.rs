@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, sync::atomic::Ordering, time::Duration};
 use serde_json::json;
 use vmmd_api::v1::ExitReason;
 
-use crate::mock::{Cluster, Program, vmmd, wait};
+use crate::mock::{Cluster, Program, vmmd, wait, wait_until};
 
 const NODES: usize = 2;
 const MACHINES: usize = 4;
@@ -159,14 +159,21 @@ fn no_vm_runs_twice_whatever_is_killed() {
     for name in &names {
         cluster.delete_machine(name);
     }
-    let left = || -> usize {
+    let mut left = String::new();
+    let gone = wait_until(|| {
+        let machines = names.iter().filter(|name| !cluster.machine(name).is_null());
+        let machines: Vec<_> = machines.collect();
         let vmmds = cluster.vmmds.iter();
-        vmmds
-            .map(|vmmd| vmmd.state.vms().len() + vmmd.state.storage.disks().len())
-            .sum()
-    };
-    wait("nothing is left", || {
-        names.iter().all(|name| cluster.machine(name).is_null()) && cluster.pods().is_empty() && left() == 0
+        let nodes = vmmds.map(|vmmd| (vmmd.state.vms(), vmmd.state.storage.disks()));
+        let nodes: Vec<_> = nodes.collect();
+        let pods = cluster.pods();
+        left = format!("machines {machines:?}, pods {pods:?}, VMs and disks of the nodes {nodes:?}");
+        machines.is_empty()
+            && pods.is_empty()
+            && nodes
+                .iter()
+                .all(|(vms, disks)| vms.is_empty() && disks.is_empty())
     });
+    assert!(gone, "seed {seed}: left are {left}");
     assert_eq!(cluster.ledger.twice(), Vec::<String>::new(), "seed {seed}");
 }

@@ -261,10 +261,18 @@ impl Cluster {
 }
 
 /// Waits until that is true.
-pub fn wait(what: &str, mut is: impl FnMut() -> bool) {
+pub fn wait(what: &str, is: impl FnMut() -> bool) {
+    assert!(wait_until(is), "in vain: {what}");
+}
+
+/// Waits until that is true; false when it does not become true in time.
+pub fn wait_until(mut is: impl FnMut() -> bool) -> bool {
     let end = Instant::now() + PATIENCE;
     while !is() {
-        assert!(Instant::now() < end, "in vain: {what}");
+        if Instant::now() >= end {
+            return false;
+        }
         std::thread::sleep(Duration::from_millis(20));
     }
+    true
 }
